@@ -1,1 +1,1 @@
-"""The command line: one thin module per verb parses, calls the verb and prints."""
+"""The command line: thin modules that parse the flags, call the verb and print its result."""

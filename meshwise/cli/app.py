@@ -1,4 +1,4 @@
-"""``meshwise VERB ...``: finds the verb's module when it is called, turns errors into one line.
+"""``meshwise VERB ...``: load the verb's module when it is called, turn errors into one line.
 
 Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed or ranks died,
 130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
@@ -39,7 +39,7 @@ _VERBS = {
     "report": "Write one self-contained page of it all.",
     "show": "Print any of our files readably.",
 }
-_MODULES = ("measure", "run", "refit", "show")  # the others stand together
+_MODULES = ("measure", "run", "refit", "show")  # the other verbs share ``verbs``
 
 
 def _app() -> cyclopts.App:
@@ -63,7 +63,7 @@ def _app() -> cyclopts.App:
 
 
 def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
-    """Take 128,256 for 128 256 in every list; the name of a file that is there stays whole."""
+    """Split 128,256 into 128 256 in every list, except the name of an existing file."""
     for argument in arguments:
         if get_origin(argument.hint) is tuple and bool not in get_args(argument.hint):
             argument.tokens[:] = [
@@ -90,8 +90,8 @@ def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentColl
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The program: parse, do, exit. At exit Python would look through all objects for cycles, which
-    takes half a second behind a search; frozen ones it passes over."""
+    """Parse, do, exit. Objects are frozen before exit; otherwise Python looks through all of them
+    for cycles, which takes half a second after a search."""
     _log_to_stderr()
     code, said = _done(arguments)
     if said:
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _done(arguments: list[str] | None) -> tuple[int, str]:
-    """Run one verb; return the exit code and what to say. Whoever uses us wrongly sees no
+    """Run one verb; return the exit code and a message. A user's mistake gives a message and no
     traceback."""
     try:
         return _app()(arguments) or DONE, ""
@@ -130,7 +130,7 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
 
 
 def _in_words(error: cyclopts.CycloptsError) -> str:
-    """Say what was typed wrongly as our own errors do; what nobody knows gets the nearest name."""
+    """Word a parser's error like our own errors; an unknown name gets the nearest known one."""
     if isinstance(error, cyclopts.UnusedCliTokensError):
         from meshwise.options.measure import KINDS
 
@@ -150,14 +150,14 @@ def _nearest(typed: str, known: list[str]) -> str:
 
 
 class _Plain(logging.Formatter):
-    """Lines in which names cannot move the cursor or begin a line; without what logs in."""
+    """Formats log lines without control characters from names, and with credentials masked."""
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(plain(super().format(record)))
 
 
 def _log_to_stderr() -> None:
-    """Show which files verbs took and what they wrote. Rank 0 alone."""
+    """Log to standard error which files verbs read and wrote, on rank 0 only."""
     log = logging.getLogger("meshwise")
     handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
     handler.setFormatter(_Plain())

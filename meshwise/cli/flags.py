@@ -1,4 +1,4 @@
-"""Errors that name a flag as users type it, where the verb names a field of a record.
+"""Make errors name a flag as users type it, where the verb names a record's field.
 
 In: ``RingSettings.seq_lengths = (0,): ...``. Out: ``--seq-lengths = (0,): ...``.
 """
@@ -12,7 +12,7 @@ _FIELD = re.compile(r"(?:[A-Z]\w*\.)?(\w+)(?= = )")
 
 @contextlib.contextmanager
 def as_typed(flags: Mapping[str, str]) -> Iterator[None]:
-    """``flags``: by field. Of any other field the record's name is left out."""
+    """Rename fields in errors. ``flags``: by field. Other fields only lose the record's name."""
     try:
         yield
     except ValueError as error:

@@ -34,7 +34,7 @@ measure = cyclopts.App(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Called(Size):
-    """Flags that only the command line has: where ranks are, what is printed and written."""
+    """Flags that only the command line has: for ranks, and for what is printed and written."""
 
     full: bool = False
     "Not causal."
@@ -64,12 +64,12 @@ class Called(Size):
 
     @property
     def reports(self) -> dict[str, str]:
-        """The files with Primus' columns to write."""
+        """The paths of files with Primus' columns to write, by flag."""
         named = {name: path for name, path in vars(self).items() if "report" in name}
         return {name: path for name, path in named.items() if path is not None}
 
 
-_OWN = {  # flags of ``Called`` that a kind has, and flags of its record that it does not show
+_OWN = {  # the kind's flags of ``Called``, and flags of its record that it hides
     "profile": ((), ("sustain",)),
     "gemm": (("report_dir_path",), ("quick",)),
     "attention": (("full", "exact_flops", "report_csv_path"), ("quick", "sustain")),
@@ -83,7 +83,7 @@ _OWN = {  # flags of ``Called`` that a kind has, and flags of its record that it
 
 
 def _command(what: str, kind: type[MeasureOptions]) -> Callable[..., int]:
-    """The command of a kind: its flags are those of its record and of ``Called``."""
+    """Make the command of a kind. Its flags are those of its record and of ``Called``."""
     own, hidden = _OWN[what]
     others = {name for flags, _ in _OWN.values() for name in flags} - {*own}
 
@@ -127,9 +127,9 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
     Parameters
     ----------
     file
-        Logs, JSON or CSV files; what wrote them is seen from what they say.
+        Logs, JSON or CSV files; their contents tell which tool wrote them.
     cluster
-        The machine they are of; by default what the file says of it.
+        The machine they were measured on; by default made from what the file says.
     """
     from meshwise import store
     from meshwise.pages import samples
@@ -168,7 +168,7 @@ def _measure(asked: MeasureOptions, called: Called) -> int:
 
 
 def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:
-    """The record with what ``Called`` says of it."""
+    """Return the record with the settings that ``Called`` makes."""
     asked, folder = replace(asked, nproc=called.ranks), called.report_dir_path
     if (
         isinstance(asked, kinds.GemmOptions)
@@ -183,7 +183,7 @@ def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:
         return replace(asked, causal=not called.full)
     if isinstance(asked, kinds.CollectivesOptions):
         asked = replace(asked, follow=not called.as_measured)
-        if folder is not None and not asked.model:  # it measures what its models exchange
+        if folder is not None and not asked.model:  # measure what Primus' models exchange
             sizes = asked.microbatch_sizes or tuple(range(1, 9))
             asked = replace(asked, primus_lists=True, microbatch_sizes=sizes)
     return asked
@@ -205,7 +205,7 @@ def _list(asked: MeasureOptions, cases: "list[tuple[Case, float]]", json: bool) 
 
 
 def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequence[Derived]") -> int:
-    """The whole measurement, but of a profile, which is for ``calibrate``, only how it ended."""
+    """Print the measurement; of a profile, which is for ``calibrate``, only how it ended."""
     from meshwise import store
     from meshwise.pages import samples
 

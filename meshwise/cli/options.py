@@ -8,15 +8,15 @@ from cyclopts import Parameter, default_name_transform
 
 from meshwise import options
 
-# What all commands have in common: no --no-FLAG, and no default is shown where there is none.
+# For all commands: no --no-FLAG, and help shows no empty default.
 PLAIN = Parameter(negative=(), show_default=lambda usual: usual or None)
 Json = Annotated[bool, Parameter(help="Print one JSON document on standard output.")]
 Runs = Annotated[str, Parameter(help="Where run directories are.")]
 
 
 def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
-    """A flag for every field of the record but the ``hidden`` and those for Python alone; those of
-    all verbs come last. ``lists``: values follow a flag without its being repeated."""
+    """Make a flag for every field of the record, except ``hidden`` ones and those only for Python.
+    Flags that all verbs share come last. ``lists``: a flag may have several values after it."""
     fields = record.__dataclass_fields__.items()
     shared = vars(options.Started()) if issubclass(record, options.Started) else {}
     record.__dataclass_fields__ = dict(sorted(fields, key=lambda one: one[0] in shared))
@@ -46,7 +46,7 @@ class Size:
 
     @property
     def ranks(self) -> int | None:
-        """The number that was meant; ValueError when two were."""
+        """The number of ranks; ValueError if the flags do not agree."""
         from meshwise.verbs import job
 
         names = Size.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Print what a verb found: tables for people, or one JSON document for programs. Rank 0 alone."""
+"""Print a verb's result: tables for people, or one JSON document for programs. Only rank 0 does."""
 
 import sys
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def emit(document: Any, tables: "Iterable[Table]", json: bool) -> None:
 
 
 def code_of(statuses: Iterable[str]) -> int:
-    """The exit code of measurements: DONE if some case was measured and none failed."""
+    """Return the exit code of measurements: DONE if some case was measured and none failed."""
     from meshwise.spec.run import FAILED
 
     found = set(statuses)
@@ -37,6 +37,6 @@ def code_of(statuses: Iterable[str]) -> int:
 
 
 def say(*lines: str) -> None:
-    """Print lines on standard output at once, names in them without control characters."""
+    """Print lines on standard output at once, without control characters."""
     for line in lines:
         print(plain(line), flush=True)

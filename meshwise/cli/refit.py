@@ -15,7 +15,7 @@ from meshwise.verbs import job
 if TYPE_CHECKING:
     from meshwise.spec.refit import Forecast
 
-CHANGED = 0.02  # as a step of reinforcement learning changes bf16 weights, or fewer
+CHANGED = 0.02  # at most this share of bf16 weights changes in a reinforcement learning step
 _OF_MEGATRON = ("--seq-length", "--max-position-embeddings", "--micro-batch-size",
                 "--transformer-impl", "--normalization", "--position-embedding-type",
                 "--tokenizer-type", "--num-workers", "--distributed-timeout-minutes")  # fmt: skip
@@ -72,9 +72,9 @@ def refit(
     Parameters
     ----------
     step_time
-        Of a training step, as 2s: shows which share of it a refit takes.
+        Time of a training step, as 2s: shows which share of it a refit takes.
     list_
-        Name the scenarios and do nothing.
+        List the scenarios and do nothing.
     """
     if list_:
         return _list(json)
@@ -105,7 +105,7 @@ def _dtype(typed: Typed) -> str | None:
 
 
 def _changed(asked: RefitOptions, typed: Typed) -> float | None:
-    """The share that changes; None where all is sent."""
+    """Return the share of weights that changes; None if all are sent."""
     if not typed.delta and asked.changed is not None:
         raise ValueError(f"changed = {asked.changed}: is of what --delta sends; add --delta")
     return CHANGED if typed.delta and asked.changed is None else asked.changed
@@ -149,7 +149,7 @@ def _forecasts(found: "list[Forecast]", step_s: float | None, json: bool) -> int
 
 
 def _results(run_dir: Path, step_s: float | None, json: bool) -> int:
-    """The log's lines, then one table; with --json the document alone."""
+    """Print the log's lines, then tables; with --json only the document."""
     from meshwise import store
     from meshwise.pages import refit as page
     from meshwise.pages import samples

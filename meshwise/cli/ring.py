@@ -1,4 +1,4 @@
-"""``meshwise measure ring``: the benchmark of RingDilatedAttentionV2Collective under its flags, and
+"""``meshwise measure ring``: the benchmark of RingDilatedAttentionV2Collective with its flags, and
 more."""
 
 from dataclasses import replace
@@ -33,20 +33,20 @@ def ring(
     """Ring and dilated attention over rings of GPUs: time, scaling, memory, bytes.
 
     Also read from the environment: BATCH_SIZE, SEQ_LENGTHS, NUM_HEADS, EMBED_DIM, WARMUP_RUNS,
-    BENCHMARK_RUNS and OUTPUT_DIR; options win. A case that failed ends in exit code 4.
+    BENCHMARK_RUNS and OUTPUT_DIR; options win. Exit code 4 if a case failed.
 
     Parameters
     ----------
     ranks
         The same as --nproc.
     all_
-        Each ring size in a world of its own.
+        Run each ring size by itself, on as many ranks as the ring has.
     quick
         8192 and 16384 tokens, 1 warm-up, 3 iterations.
     large
         131072 and 262144 tokens, batch 1, on 4 GPUs unless said otherwise.
     no_flash_attention
-        By another kernel than flash attention's.
+        Use another kernel than flash attention.
     verify
         Time nothing; check against the definition: exit code 1 if anything is wrong.
     """

@@ -23,7 +23,7 @@ def run(
     asked: Annotated[Suite, flags(Suite)] = USUAL, *, size: Size = ANY, json: Json = False
 ) -> int:
     """Execute a plan, a model in a layout, or the cases of a suite, and print what was measured,
-    beside what was predicted if it was. One new run directory per layout."""
+    beside the prediction if there is one. Makes a new run directory for each layout."""
     asked = dataclasses.replace(asked, nproc=size.ranks, num_hosts=size.num_hosts or 1)
     of_suites = vars(Suite()).keys() - vars(RunOptions()).keys()
     given = asked.said()
@@ -37,7 +37,7 @@ def run(
 
 
 def _refuse_beside_suites(asked: Suite, size: Size) -> None:
-    """Refuse, by name, options that a suite or a sweep has of its own."""
+    """Refuse options that a suite or a sweep sets itself; the error names them."""
     if asked.suite is not None and asked.sweep is not None:
         raise ValueError(f"--sweep {asked.sweep}: runs a suite of its own; leave out --suite")
     given, of_runs = asked.said(), vars(RunOptions()).keys() - _ALSO_OF_SUITES
@@ -53,7 +53,7 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
 
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
-    """Print the runs' results, or the plans themselves."""
+    """Print the runs' results, or the plans of a dry run."""
     from meshwise.pages import steps, tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
@@ -78,7 +78,7 @@ def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
 
 
 def _benchmark(asked: Suite, size: Size, json: bool) -> int:
-    """Run a suite or a sweep, or say what it would run."""
+    """Run a suite or a sweep, or list what it would run."""
     from meshwise.spec.run import FAILED
     from meshwise.verbs import suite
 
@@ -137,7 +137,7 @@ def _sizes_of(name: str) -> list[int]:
 
 
 def _list_cases(found: "list[list[Listed]]", json: bool) -> int:
-    """List the cases in ``found``, by number of devices; one case at least has a plan."""
+    """Print the cases of each list in ``found``. In each list at least one case has a plan."""
     from meshwise.pages.table import columns, listed
 
     document, tables = [], []

@@ -1,4 +1,4 @@
-"""``meshwise show``: files of ours, or a pattern of attention."""
+"""``meshwise show``: print one of our files, or an attention pattern."""
 
 from typing import Annotated
 
@@ -35,7 +35,7 @@ def file(
         phases.json or nccl_check.json; a checkpoint's folder, all of which is verified (exit code
         4 if any of it is damaged), or its checkpoint.json alone.
     node
-        Of a plan: follow this operation of the model, as layers.0.up, to its price and its share.
+        For a plan: follow this operation of the model, as layers.0.up, to its price and its share.
     costs
         With --node: the prices that the plan was made from.
     """
@@ -56,9 +56,9 @@ def file(
 def pattern(
     *, asked: Annotated[Pattern, flags(Pattern, lists=True)] = USUAL, json: Json = False
 ) -> int:
-    """Say what a pattern of attention covers, costs and moves, before any GPU is touched.
+    """Say what an attention pattern covers, costs and moves, without using a GPU.
 
-    Dilated as LongNet's where --segment-lengths and --dilation-rates are given, else dense.
+    Dilated as in LongNet if --segment-lengths and --dilation-rates are given, else dense.
     """
     from meshwise.pages import pattern as page
     from meshwise.verbs import show as verb

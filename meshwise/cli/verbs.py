@@ -39,7 +39,7 @@ def detect(
 
 
 def calibrate(*run: str, runs: Runs = "runs", out: str = "costs.json", json: Json = False) -> int:
-    """Fit prices to measurements, with their error on points left out. Writes costs.json.
+    """Fit prices to measurements, with their errors on points left out. Writes costs.json.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def plan(
 ) -> int:
     """Search the legal layouts of a model, pipelines included, for the fastest that fit.
 
-    Writes plan.json. Needs no GPU, and no measurement where the cluster's data sheet will do.
+    Writes plan.json. Needs no GPU. With --cluster alone, its data sheet replaces measurements.
     """
     chosen = meshwise.plan(replace(asked, gpus=size.ranks))
     from meshwise.pages import tables
@@ -88,7 +88,7 @@ def compare(
     a
         The run directory to compare with.
     b
-        The run directory in question.
+        The run directory to judge.
     fail_if
         Exit with code 3 if a case is, for example, 'slower>5%'.
     force
@@ -120,8 +120,8 @@ def report(
     Parameters
     ----------
     run
-        The only run directories to show, beside the runs of the plan and those that the prices
-        rest on. Without them and without prices, all that was measured.
+        Run directories to show, besides the runs of the plan and those that the prices were fitted
+        from; others are left out. Without them and without prices, all measurements are shown.
     costs
         Prices to show.
     plan

@@ -1,1 +1,1 @@
-"""Applies a layout to a module: which parts of which tensor each rank holds and computes."""
+"""Apply a layout to a module, so that each rank holds and computes its part of every tensor."""

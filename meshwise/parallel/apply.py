@@ -3,7 +3,7 @@ recomputation, compilation, data parallelism.
 
 In: a module of ``nn`` built on the meta device, a rank's ``MeshPlace``. Out: the same module with
 initialised weights, each rank holding its share. The order is torchtitan's: DTensor hooks are
-compiled with the layer, FSDP2's run outside the compiled code.
+compiled with the layer, and FSDP2's hooks run outside the compiled code.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ from meshwise.spec.plan import MOST_GRAPHS
 
 Lowering = Literal["eager", "compiled"]
 Loss = Callable[[Tensor, Tensor], Tensor]
-# The compiler awaits a collective where it starts it. Started early and awaited late, tp's run
-# beside products of the backward that neither make nor need their tensors.
+# By default the compiler waits for a collective right where it starts it. With these options it
+# starts tp's collectives early and waits late, so they overlap independent products of backward.
 BESIDE_PRODUCTS = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [
@@ -48,10 +48,10 @@ def parallelize(
     recipe: Recipe | None = None,
     seed: int = 0,
 ) -> ModelStage:
-    """Lay the model out; its weights are those of ``init_weights(seed)`` under any layout.
+    """Lay the model out. Its weights equal those of ``init_weights(seed)`` under any layout.
 
-    Each unit is filled and sharded before the next is allocated, so a rank holds its share of
-    the model plus one unit and one whole parameter at most.
+    Each unit is filled and sharded before the next is allocated. So a rank holds at most its share
+    of the model plus one unit and one whole parameter.
     """
     recipe, layout = recipe or Recipe(), place.layout
     if dtype not in ("fp32", "bf16"):
@@ -91,7 +91,7 @@ def filled(
 ) -> Iterator[Layer]:
     """Split the model over tp, then allocate and fill it; yield each layer as soon as it is filled.
 
-    The rest of the model is filled after the last layer: take all layers.
+    The rest of the model is filled after the last layer, so iterate to the end.
     """
     tensor.apply(model, place, sums)
     device = device_of(place.mesh)
@@ -106,8 +106,8 @@ def filled(
 
 
 def is_one_graph(layer: nn.Module, layout: Layout) -> bool:
-    """Whether the layer can be compiled whole. Attention over ranks or with a window, and tokens
-    on their way to experts, are not compiled."""
+    """Whether the layer can be compiled as one graph. Context parallelism, attention with a window
+    and the exchange of tokens with experts are not compiled."""
     return layout.cp == 1 and not any(
         isinstance(module, MoE) or getattr(module, "window", None) is not None
         for module in layer.modules()
@@ -129,7 +129,7 @@ def fill(
     dtype: torch.dtype,
 ) -> None:
     """Allocate a module's parameters on the device and give them their initial values. A tied
-    one that is filled already gets the same again. Buffers (statistics) stay fp32."""
+    parameter may be filled twice, with the same value. Buffers (statistics) stay fp32."""
     module.to_empty(device=device)
     if dtype != torch.float32:
         module.to(dtype)
@@ -138,7 +138,7 @@ def fill(
                 setattr(part, name_of, buffer.float())
     for full_name, parameter in module.named_parameters(prefix=name):
         value = model.initial_value(full_name, seed, device)
-        if isinstance(parameter, DTensor):  # every rank made the whole value: cut, send nothing
+        if isinstance(parameter, DTensor):  # every rank has the whole value, so nothing is sent
             value = distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
@@ -151,9 +151,9 @@ def loss_function(layout: Layout, lowering: Lowering, tp_mesh: DeviceMesh | None
     """Return (logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers
     are.
 
-    Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
-    split by vocabulary, or each rank has those of some of the tokens, as the layout cuts the head;
-    call it, and the backward, inside ``loss_context``.
+    When compiled, the fp32 copies of the logits are never written to memory. With tp the logits
+    are split by vocabulary or by tokens, as the layout cuts the head. Call the loss and its
+    backward inside ``loss_context``.
     """
     compute: Loss = cross_entropy
     if lowering == "compiled":
@@ -169,6 +169,6 @@ def loss_function(layout: Layout, lowering: Lowering, tp_mesh: DeviceMesh | None
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """Hold forward loss and backward; it makes cross entropy work on logits split over tp."""
+    """Return the context for the loss and the backward, for logits split by vocabulary over tp."""
     is_split = layout.tp > 1 and layout.placed.head == "vocab"
     return loss_parallel() if is_split else nullcontext()

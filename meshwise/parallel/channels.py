@@ -1,14 +1,14 @@
 """Divide a Wide-ResNet over ranks: norms over the whole microbatch, convolutions by channel.
 
-In: a ``WideResNetModule`` whose data ranks each see a share of the microbatch, and tp ranks the
-same one. Afterwards norms use mean and variance over all data ranks. Over tp a bottleneck is
+In: a ``WideResNetModule``. Each data rank sees a share of the microbatch; tp ranks see the same
+share. Afterwards norms use mean and variance over all data ranks. Over tp a bottleneck is
 Megatron's pair (Shoeybi et al. 2019): conv2 makes a share of the channels (col), norm2 normalises
-it, conv3 reads it (row) and the ranks add up their results. Forward has one all-reduce, of conv3's
-result, backward one, of the gradient of conv2's input. All else is whole on every tp rank.
+it, conv3 reads it (row), and the ranks sum their results. Forward all-reduces conv3's result,
+backward all-reduces the gradient of conv2's input. All else is whole on every tp rank.
 
 This is by hand because DTensor's convolution with channel shards is silently wrong. Weights and
-running statistics are DTensors all the same, for FSDP2, clipping and checkpoints. The collectives
-are functions that save nothing, so that recomputation stops at the convolution before them.
+running statistics are still DTensors, for FSDP2, clipping and checkpoints. The collectives save
+nothing for backward, so recomputation stops at the convolution before them.
 """
 
 from functools import partial
@@ -25,13 +25,13 @@ from meshwise import torch_private
 from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideResNetModule
 from meshwise.parallel.mesh import MeshPlace, share
 
-DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # the dim of a bottleneck's tensors that tp divides
+DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # the dim of each bottleneck tensor that tp divides
 
 Groups = tuple[ProcessGroup, ...]
 
 
 def divide(model: WideResNetModule, place: MeshPlace) -> None:
-    """Divide a model, or a stage, over tp; give its norms the statistics of all data ranks."""
+    """Divide a model or a stage over tp, and let its norms average over all data ranks."""
     if groups := tuple(place.data_groups):
         average = partial(_mean, groups=groups, num_ranks=place.layout.data_ranks)
         for module in model.modules():
@@ -52,7 +52,7 @@ def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
         partial(_all_reduce, groups=(), back=tp),
         partial(_all_reduce, groups=tp, back=()),
     )
-    # ``share``: a tensor that is whole on all tp ranks has the same whole gradient on each
+    # ``share`` is enough: a tensor whole on all tp ranks has the same whole gradient on each
     for module in model.modules():
         if isinstance(module, BatchNorm | PaddedConv2d):
             module.local = share
@@ -75,7 +75,7 @@ def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, *, groups: Groups, num_ranks: int) -> Tensor:
-    """Average over ranks that each go on with the result: its gradient is the mean of theirs."""
+    """Average x over ranks. All ranks use the result, so the gradient is averaged over them too."""
     return _all_reduce(x / num_ranks, groups=groups, back=groups)
 
 
@@ -100,7 +100,7 @@ def _sum(x: Tensor, groups: Groups) -> Tensor:
         return x.view_as(x)
     is_image = x.ndim == 4
     total = x.clone(memory_format=torch.channels_last if is_image else torch.contiguous_format)
-    if is_image:  # one order of numbers on all ranks, and contiguous
+    if is_image:  # contiguous, with the same order of elements on all ranks
         total = total.permute(0, 2, 3, 1)
     for group in groups:
         total = torch_private.summed(total, group)

@@ -1,12 +1,12 @@
 """Make a foreign module compute with this rank's part of its weights.
 
 In: a module, its strategy, and where this rank is on the tp and ep axes. Out: the same module with
-DTensors as parameters and hooks: while its forward runs it sees plain tensors, this rank's parts,
-under the names of its parameters, so that any module's own code computes with them.
+DTensor parameters and hooks. While forward runs, each parameter name holds a plain tensor, this
+rank's part, so the module's own code computes with it. No operator sees a DTensor.
 
-A module that is cut by outputs reads a whole activation, whose gradient is a sum over tp ranks; one
-that is cut by inputs leaves a part of a sum (Shoeybi et al. 2019). The first rank alone adds the
-bias of such a sum. No operator sees a DTensor.
+A module cut by outputs reads a whole activation, and that activation's gradient is summed over tp
+ranks. A module cut by inputs returns a partial sum (Shoeybi et al. 2019); only the first rank adds
+the bias.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ from meshwise.parallel.mesh import MeshPlace
 
 Placements = tuple[Placement, ...]
 View = Callable[[DTensor], Tensor]
-# The ffn dim of stacked experts, and its number of equal parts.
+# The ffn dim of each stacked expert weight, and how many equal parts lie along it.
 STACKED = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_proj": (1, 1), "down_proj": (2, 1)}
-# Their forward reads weights of their submodules, which hooks on those cannot change.
+# Their forward reads the weights of submodules directly, so hooks on those do not run.
 UNCUTTABLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Parameters(NamedTuple):
-    """The placements of a module's parameters, by name, and the tensors that its forward sees."""
+    """The placement of each of a module's parameters, and the view of it that forward sees."""
 
     mesh: DeviceMesh
     placements: dict[str, Placements]
@@ -44,7 +44,7 @@ class Parameters(NamedTuple):
 def parameters(
     name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: MeshPlace
 ) -> Parameters:
-    """Cut the parameters of this module itself; ``strategies`` by their names."""
+    """Cut the module's own parameters. ``strategies`` maps each parameter name to its strategy."""
     mesh = place.mesh["tp"]
     kinds = set(strategies.values())
     cut = {kind for kind in kinds if kind[0] not in WHOLE}
@@ -95,27 +95,27 @@ def _product(
 
 
 def _pieces(bias: DTensor, parts: int, tp: int, rank: int) -> Tensor:
-    """Return this rank's share of each part of a bias, which is small enough to be whole."""
+    """Return this rank's share of each part of a bias. Every rank holds the (small) bias whole."""
     whole = bias.to_local(grad_placements=[Partial()])
     cut = [part.tensor_split(_edges(len(part), tp)) for part in whole.chunk(parts)]
     return torch.cat([pieces[rank] for pieces in cut])
 
 
 def _edges(size: int, tp: int) -> list[int]:
-    """Return where DTensor cuts ``size`` rows into tp pieces: equal, but for a smaller last."""
+    """Return where DTensor cuts ``size`` rows into tp pieces: equal, and the last may be less."""
     step = -(-size // tp)
     return [min(size, step * rank) for rank in range(1, tp)]
 
 
 def _dims(name: str, module: nn.Module, kind: Strategy) -> tuple[int, int]:
-    """Return which dims of the weight are outputs and inputs."""
+    """Return the weight's output dim and its input dim."""
     known = None
     if kind.startswith("channel"):
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
             known = 0, 1
     elif isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and kind == "vocab"):
         known = 0, 1
-    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of GPT-2
+    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's
         known = 1, 0
     if known is None:
         raise ValueError(
@@ -143,7 +143,7 @@ def _check_divides(
 
 
 def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
-    """Cut experts stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden],
+    """Cut experts stacked as in transformers 5 and later: gate_up_proj [experts,2*ffn,hidden],
     down_proj [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
     own = dict(module.named_parameters(recurse=False))
     usual = set(own) <= set(STACKED) and "down_proj" in own and len(own) > 1
@@ -158,7 +158,7 @@ def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
         _check_divides(f"{name}.{parameter}", "expert", weight, dim, tp, parts)
         if len(weight) % ep:
             raise ValueError(f"{name}: ep = {ep} must divide its {len(weight)} experts")
-    # parts of an axis of one rank would confuse torch
+    # torch mishandles a cut in parts on an axis of one rank
     over_ffn = {n: torch_private.cut(STACKED[n][0], STACKED[n][1] if tp > 1 else 1) for n in own}
     views: dict[str, View] = dict.fromkeys(own, DTensor.to_local)
     if place.experts is None:
@@ -169,8 +169,8 @@ def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
 
 @dataclass
 class Fetched:
-    """The last activation that a module cut by outputs has read. Modules beside it read the same
-    one, for one sum of their gradients instead of one each. Whoever adds up results forgets it."""
+    """The last activation read by a module cut by outputs. Modules with the same input reuse it,
+    so their gradients take one sum instead of one each. The module that sums results forgets it."""
 
     key: tuple[Any, ...] = ()
     result: Tensor | None = None
@@ -189,14 +189,14 @@ class Fetched:
 
 
 def _fetch(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x, whole on every rank; the gradients that ranks have of it are added up."""
+    """Return x, which is whole on every rank; backward sums its gradient over the ranks."""
     whole = DTensor.from_local(x, mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
 
 
 class _Gather(torch.autograd.Function):
-    """x [...,this rank's share of size] -> [...,size]. Not a view, as DTensors give: what a model
-    returns may be changed in place."""
+    """x [...,this rank's share of size] -> [...,size]. DTensor would return a view; this is none,
+    because users may change a model's result in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int) -> Tensor:
@@ -216,7 +216,7 @@ class _Gather(torch.autograd.Function):
 def connect(
     module: nn.Module, kind: Strategy, views: Mapping[str, View], place: MeshPlace, fetched: Fetched
 ) -> None:
-    """Hook what the module reads, sees and returns, by its strategy."""
+    """Hook the module's inputs, parameters and result, as its strategy needs."""
     mesh, tp = place.mesh["tp"], place.layout.tp
     if kind == "vocab" and isinstance(module, nn.Embedding):
         _look_up(module, mesh)
@@ -260,9 +260,9 @@ def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _see(module: nn.Module, views: Mapping[str, View]) -> None:
-    """Put plain tensors in front of the parameters while forward runs: python looks into an
-    object's own dict first, and torch keeps parameters elsewhere. Hooks would not run when a
-    forward is recomputed."""
+    """Hide the parameters behind plain tensors while forward runs. This works because python looks
+    in an object's own dict first, and torch keeps parameters elsewhere. It wraps forward because
+    hooks would not run when a forward is recomputed."""
     compute = module.forward
 
     @wraps(compute)
@@ -271,7 +271,7 @@ def _see(module: nn.Module, views: Mapping[str, View]) -> None:
             object.__setattr__(module, name, view(module._parameters[name]))  # type: ignore[arg-type]
         try:
             return compute(*args, **kwargs)
-        finally:  # recomputation ends in the middle of a forward, by an exception
+        finally:  # recomputation stops in the middle of a forward, by raising an exception
             for name in views:
                 object.__delattr__(module, name)
 
@@ -279,8 +279,8 @@ def _see(module: nn.Module, views: Mapping[str, View]) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Look up the rows of the vocabulary that are here, 0 for others. Tokens outside of it fail
-    on the first or last rank as they do without tp."""
+    """Look up the vocabulary rows on this rank; other tokens give 0. Tokens outside the vocabulary
+    fail on the first or last rank, as they do without tp."""
     tp, rank, size = mesh.size(), mesh.get_local_rank(), module.num_embeddings
     edges = [0, *_edges(size, tp), size]
     low, high = edges[rank], edges[rank + 1]
@@ -301,7 +301,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
 
 
 def _send_tokens(module: nn.Module, place: MeshPlace) -> None:
-    """Send rows to the ranks of their experts and back; there each has one expert, of weight 1."""
+    """Send rows to the ranks of their experts and back; the sender then applies their weights."""
     assert place.experts is not None
     exchange = AllToAll(place.experts["ep"].get_group(), place.layout.ep)
     compute, n = module.forward, int(module.num_experts)  # type: ignore[arg-type]

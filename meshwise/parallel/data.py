@@ -1,22 +1,22 @@
 """Data parallelism and ZeRO by FSDP2's ``fully_shard``: one unit per layer, one for the rest.
 
 In: a module (already split by tp) and a place. Afterwards parameters, gradients and optimizer state
-are fp32 shards; for bf16 a unit casts its parameters when it gathers them, and gradients are
-reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020 (ZeRO), as
+are fp32 shards. In bf16 a unit casts its parameters when it gathers them, and gradients are
+reduced in fp32, so fp32 masters cost no extra copy. The stages are those of Rajbhandari et al.
+2020 (ZeRO):
 
-- zero 3: parameters are freed after a unit's forward, gathered again for its backward;
+- zero 3: parameters are freed after a unit's forward and gathered again for its backward;
 - zero 2: parameters stay until the step's last backward, gradients are scattered per microbatch;
 - zero 1: the same, but gradients are summed whole (fp32) and scattered after the last microbatch;
 - zero 0: every rank is a shard group of its own, and the groups all-reduce after the last
-  microbatch (FSDP2 on a mesh of copies of one shard). It shares all code with the others; its
-  price against a bare module is one more copy of the parameters from forward to backward (in bf16
-  that copy is the compute copy, which mixed precision needs anyway; in fp32 it is overhead).
+  microbatch (FSDP2 on a mesh of copies of one shard). It shares all code with the others. It keeps
+  one more copy of the parameters from forward to backward than a bare module does. In bf16 this is
+  the compute copy, which mixed precision needs anyway; in fp32 it is overhead.
 
 With ``replicas`` (HSDP) a gradient is scattered within a group of shards, then all-reduced between
-the groups. A mesh of one rank is sharded too when there is a dtype to cast to or a tp axis. Ranks
-that share sequences (cp) are data ranks like others. Experts that are divided (ep) are units on a
-mesh of their own; their gradients come as sums over ep ranks and are meant as means, which the
-exchange of tokens sees to.
+the groups. A mesh of one rank is sharded too if there is a dtype to cast to or a tp axis. Ranks
+that share sequences (cp) count as data ranks. Divided experts (ep) are units on a mesh of their
+own. Their gradients are sums over ep ranks; the exchange of tokens turns these into means.
 """
 
 from contextlib import AbstractContextManager
@@ -48,10 +48,10 @@ def shard(
     root: bool,
     unseen: set[nn.Parameter] | None = None,
 ) -> None:
-    """Make a module, but for weights ``unseen``, one unit of gathering and scattering; the root
-    after all others.
+    """Make a module one unit of gathering and scattering, without the weights ``unseen``. Shard
+    the root last.
 
-    The root of zero 3 is left to torch, which keeps it gathered: its backward comes first.
+    For zero 3, torch decides about the root and keeps it gathered, as its backward comes first.
     """
     zero = place.layout.zero
     reduce_dtype = torch.bfloat16 if recipe.reduce == "bf16" else torch.float32
@@ -83,8 +83,8 @@ def _fully_shard(
 
 
 def _beside(parameter: nn.Parameter) -> Shard | None:
-    """Shard dim 0, but dim 1 where tp cut parts of dim 0 one by one: torch puts such a weight
-    together in a wrong order."""
+    """Shard dim 0, or dim 1 where tp cut dim 0 part by part: torch would gather such a weight in a
+    wrong order."""
     in_parts = isinstance(parameter, DTensor) and any(
         torch_private.cuts_parts(placement) and placement.dim == 0
         for placement in parameter.placements
@@ -93,7 +93,7 @@ def _beside(parameter: nn.Parameter) -> Shard | None:
 
 
 def prefetch(units: list[nn.Module], count: int) -> None:
-    """Gather ``count`` units ahead of the one that computes; torch by itself gathers one."""
+    """Gather ``count`` units ahead of the one that computes. By default torch gathers one."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for index, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
@@ -102,33 +102,33 @@ def prefetch(units: list[nn.Module], count: int) -> None:
 
 
 def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Tell FSDP2 what the coming backward does with parameters and gradients, every time."""
+    """Tell FSDP2, before each backward, what to do with parameters and gradients in it."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)
 
 
 def may_rest(layout: Layout) -> bool:
-    """Whether FSDP2 has nothing to do between the first and the last microbatch of a step: weights
-    stay gathered and gradients whole. Its hooks took a fifth of a small one's host time; without
-    them a microbatch's gradients, in the compute dtype, wait for the end of its backward."""
+    """Whether FSDP2 has nothing to do between a step's first and last microbatch, because weights
+    stay gathered and gradients whole. Its hooks took a fifth of a small microbatch's host time.
+    Without them gradients stay in the compute dtype until the microbatch's backward ends."""
     return layout.zero <= 1 and layout.expert_ranks == 1 and layout.num_microbatches > 1
 
 
 def gather(model: ModelStage) -> None:
-    """Gather the weights for forwards that FSDP2 does not see."""
+    """Gather the weights for forwards that are hidden from FSDP2."""
     if isinstance(model, FSDPModule):
         torch_private.begin(model)
         before_split_backward(model)
 
 
 def at_rest(model: ModelStage) -> AbstractContextManager[None]:
-    """Hide the forward in here and its backward from FSDP2; call ``after_rest`` afterwards."""
+    """Hide a forward and its backward from FSDP2; call ``after_rest`` after the backward."""
     return torch_private.unseen(_units(model))
 
 
 def after_rest(model: ModelStage, layout: Layout, *, last: bool) -> None:
-    """Add the gradients of such a backward to FSDP2's."""
+    """Add the gradients of a hidden backward to FSDP2's."""
     torch_private.add_gradients(_units(model))
     if last:
         after_split_backward(model, layout, last=True)
@@ -150,7 +150,7 @@ def before_split_backward(model: nn.Module) -> None:
 
 
 def after_split_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Hand the weights' gradients to FSDP2: the hooks of a whole backward did not run."""
+    """Hand the weights' gradients to FSDP2, whose hooks do not run in a split backward."""
     before_backward(model, layout, last=last)
     if isinstance(model, FSDPModule):
         torch_private.end_backward(model)

@@ -1,12 +1,12 @@
 """Expert parallelism: ranks of an ep group hold different experts and send each other tokens.
 
 In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp,
-or by expert over both (then the axis ``ep`` of the experts' mesh has the ranks of both). Afterwards
-rows travel to the rank of their expert and back by two all-to-alls with the splits that the routers
-chose: none is dropped, none padded, and an expert without rows is no special case. Where experts
-have a capacity, each rank sends all its places, as many to every other.
+or by expert over both (then the axis ``ep`` of the experts' mesh has the ranks of both). Two
+all-to-alls send rows to the rank of their expert and back, with the splits that the routers chose.
+No row is dropped or padded, and an expert without rows is no special case. Where experts have a
+capacity, each rank sends all its slots, equally many to each rank.
 
-A weight's gradient sums over the rows of all ep ranks, while data parallelism takes means over
+A weight's gradient sums over the rows of all ep ranks, but data parallelism takes means over
 ranks. So gradients are divided by ep as they enter the experts, and multiplied as they leave.
 """
 
@@ -41,15 +41,15 @@ def divide(moe: MoE, place: MeshPlace, sums: Sums) -> None:
     """Divide the experts over ep, and over tp by ffn, by tokens or by expert."""
     tp, word = place.layout.tp, place.layout.placed.of("experts")
     over_tokens, at_once = tp > 1 and word in ROWS, sums.order == "first"
-    # Ranks that hold the same weight have parts of its gradient, unless they compute alike. The
-    # last bias is added once: its gradient has parts only where ranks have tokens of their own.
+    # Ranks that hold the same weight each have a part of its gradient, unless all compute the same.
+    # The last bias is added once. Its gradient is partial only if ranks have different tokens.
     due = sums if word != "whole" else None
     of_bias = sums if over_tokens else None
     if place.experts is not None:
         mesh, over_experts = place.experts["ep", "tp"], [Shard(0)]
         group = place.experts["ep"].get_group()
         moe.exchange = AllToAll(group, place.layout.ep)
-        # Splits are known on the host alone: compiled, these would be seven graphs and guards.
+        # Only the host knows the splits: compiled, this would break into seven graphs and guards.
         moe.forward = torch.compiler.disable(moe.forward)  # type: ignore[method-assign]
     else:
         mesh, over_experts = place.mesh["tp"], []
@@ -88,7 +88,7 @@ def _placement(dim: int | None, word: str) -> Placement:
 def _distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Any], due: Sums | None
 ) -> None:
-    """Distribute a parameter. ``due`` notes it if tp ranks hold the same."""
+    """Distribute a parameter. If tp ranks hold the same values, note it in ``due``."""
     parameter = getattr(module, name)
     if parameter is None:
         return
@@ -99,8 +99,8 @@ def _distribute(
 
 
 def local(weight: Tensor, *, summed: bool = True, cast: torch.dtype | None = None) -> Tensor:
-    """Return this rank's part of a weight, in the dtype ``cast``. ``summed``: ranks that hold the
-    same part each have a part of the sum that is its gradient."""
+    """Return this rank's part of a weight, in the dtype ``cast``. ``summed``: the ranks that hold
+    the same part each compute a partial sum of its gradient."""
     if isinstance(weight, DTensor):
         gradients = [Partial() if summed and p.is_replicate() else p for p in weight.placements]
         weight = weight.to_local(grad_placements=gradients)
@@ -108,7 +108,7 @@ def local(weight: Tensor, *, summed: bool = True, cast: torch.dtype | None = Non
 
 
 def added(bias: Tensor, *, ranks: int, summed: bool, cast: torch.dtype | None = None) -> Tensor:
-    """Return this rank's addend of a bias in a sum over so many ranks."""
+    """Return what this rank adds of a bias, so that the sum over ``ranks`` has it once."""
     bias = local(bias, summed=summed, cast=cast)
     return addend(bias, ranks) if ranks > 1 else bias
 
@@ -120,12 +120,12 @@ def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return counts
 
 
-Splits = list[int] | None  # rows to or from each rank; None: as many as to any other
+Splits = list[int] | None  # rows to or from each rank; None: the same for all
 
 
 class Ticket(NamedTuple):
-    """The way back: ``sent`` and ``received`` rows by rank; ``order``: which received row each
-    sorted one is, ``place``: where each received row is in the sorted ones."""
+    """Data to send the rows back. ``sent`` and ``received``: rows by rank. ``order``: the received
+    row at each sorted position. ``place``: the sorted position of each received row."""
 
     sent: list[int]
     received: list[int]
@@ -134,8 +134,8 @@ class Ticket(NamedTuple):
 
 
 class AllToAll:
-    """Sends rows, sorted by expert, to the ranks that hold them in equal runs, and back. ``ep``
-    of these are data ranks."""
+    """Sends rows, sorted by expert, to the ranks of their experts, and back. Each rank holds
+    equally many consecutive experts. ``ep``: how many of the ranks are data ranks."""
 
     def __init__(self, group: dist.ProcessGroup, ep: int) -> None:
         self.group, self.ranks, self.ep = group, dist.get_world_size(group), ep
@@ -146,7 +146,7 @@ class AllToAll:
         theirs = theirs.view(self.ranks, -1)  # [from, expert of mine]
         sent, received = torch.stack(
             [counts.view(self.ranks, -1).sum(1), theirs.sum(1)]
-        ).tolist()  # the one wait for the device
+        ).tolist()  # the only wait for the device
         arrived = self._send(rows, sent, received, self.ep)
         expert = torch.arange(theirs.shape[1], device=rows.device).repeat(self.ranks)
         order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived))
@@ -174,7 +174,7 @@ class AllToAll:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; gradients go the other way, times ``scale``."""
+    """An all-to-all of rows. Backward sends gradients the other way and multiplies by ``scale``."""
 
     @staticmethod
     def forward(

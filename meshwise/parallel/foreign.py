@@ -1,12 +1,13 @@
 """Lay out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
 parallelism.
 
-In: the module with its weights, a place, and strategies, known from ``models.strategies`` or given
-by the user. Out: the same module, whose parameters are DTensors with this rank's share, and a
-report. What cannot be done is refused by name before anything is changed.
+In: the module with its weights, a place, and strategies from ``models.strategies`` or from the
+user. Out: the same module, whose parameters are DTensors with this rank's share, and a report. An
+error names what cannot be laid out, before anything is changed. Only wrong values (from ``init``,
+or different between ranks) are found later, while weights are placed.
 
-Every parameter is a DTensor on the tp axis, also one that is whole on every rank, so that stock
-optimizers and clipping work on all of them at once.
+Every parameter is a DTensor on the tp axis, even if whole on every rank, for stock optimizers and
+clipping, which then work on all of them at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,10 +28,10 @@ from meshwise.parallel.apply import device_of
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Recipe
 
-# Gives the whole value of a parameter or buffer on the meta device, the same on every rank.
+# (name, meta tensor) -> the whole value of a parameter or buffer, the same on every rank.
 Init = Callable[[str, Tensor], Tensor]
 OF_OWN_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-DIFFERENT = 0.05  # of gradients that ought to be the same, relative to their mean
+DIFFERENT = 0.05  # largest difference of gradients that should be equal, relative to their mean
 
 
 class Laid(NamedTuple):
@@ -38,12 +39,12 @@ class Laid(NamedTuple):
 
     assigned: Assigned
     units: tuple[str, ...]
-    idle: tuple[str, ...]  # patterns of units and attributes that named nothing
+    idle: tuple[str, ...]  # patterns of units and attributes that match nothing
     notes: tuple[str, ...]
 
 
 class _ModuleCut(NamedTuple):
-    """A module with parameters of its own, its strategy, and their cut: None for whole ones."""
+    """A module with parameters of its own, its strategy, and their cut; None: not cut."""
 
     path: str
     module: nn.Module
@@ -97,7 +98,7 @@ def lay_out(
 
 
 def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
-    """Switch off a cache of keys and values, which layers that run twice must not add to."""
+    """Switch off the cache of keys and values: a recomputed layer would add to it twice."""
     config: Any = getattr(model, "config", None)
     if not needed or not getattr(config, "use_cache", False):
         return ()
@@ -117,7 +118,7 @@ def check(
     units: Mapping[str, nn.Module],
     init: Init | None,
 ) -> None:
-    """Refuse by name what would be wrong or could not run."""
+    """Raise a ValueError that names the first thing which would be wrong or could not run."""
     layout = place.layout
     first: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -141,7 +142,7 @@ def check(
 
 
 def _check_scalars(model: nn.Module) -> None:
-    """Refuse scalars, which FSDP2 refuses in the midst of its work."""
+    """Refuse scalars now; FSDP2 would refuse them halfway through its work."""
     for name, parameter in _parameters(model):
         if parameter.ndim == 0:
             raise ValueError(
@@ -163,7 +164,7 @@ def _check_module(name: str, module: nn.Module, place: MeshPlace) -> None:
 
 
 def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
-    """Check a config as transformers has it, where products are split by heads."""
+    """Check that tp divides the heads in a transformers config, if products are split by heads."""
     config = getattr(model, "config", None)
     if not any(kind.startswith(("col", "row")) for kind in kinds):
         return
@@ -192,7 +193,7 @@ def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Mod
 
 
 def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
-    """Give every rank its share of attributes that count heads or features; return their names."""
+    """Divide attributes that count heads or features by tp; return their names."""
     found: dict[str, tuple[nn.Module, str, int]] = {}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -224,7 +225,7 @@ def _cut_of(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) 
 
 
 class _Sums(NamedTuple):
-    """The sums of a tensor's values and of their sizes, which ranks compare."""
+    """The sums of a tensor's values and of their absolute values. Ranks compare them."""
 
     name: str
     values: Tensor
@@ -274,7 +275,7 @@ def _place(
 
 
 def _check_same(sums: Sequence[_Sums], place: MeshPlace) -> None:
-    """Check that all ranks came with the same weights, since each keeps its part of its own."""
+    """Check that all ranks have the same weights, since each keeps a part of its own copy."""
     if place.layout.num_devices == 1 or not sums:
         return
     device = device_of(place.mesh)
@@ -312,7 +313,7 @@ def _shard(
 
 
 def _watch(model: nn.Module, assigned: Assigned, place: MeshPlace) -> None:
-    """Check after the first backward that whole parameters got one gradient on all tp ranks."""
+    """Check after the first backward that uncut parameters have equal gradients on all tp ranks."""
     group = place.mesh["tp"].get_group()
     for name, parameter in model.named_parameters():
         kind = assigned.strategies[name] or "replicated"
@@ -326,7 +327,7 @@ def _look_once(name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> 
 
     def look(parameter: Tensor) -> None:
         nonlocal seen
-        if seen:  # torch walks through the hooks: none can be removed here
+        if seen:  # the hook cannot remove itself: torch is iterating over the hooks
             return
         seen = True
         gradient = parameter.grad

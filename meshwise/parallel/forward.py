@@ -1,9 +1,9 @@
 """Forward passes only: lay a model out for inference, and run microbatches through its stages.
 
-In: a module of ``nn`` on the meta device and a ``MeshPlace``; then a ``Pipeline`` whose row holds
-forwards only, and the inputs of its microbatches. Out: the module with weights in the compute
-dtype, whole on all data ranks, cut by tp and ep as in training; then the last stage's result for
-each microbatch, logits cut by vocabulary.
+``lay_out`` takes a module of ``nn`` on the meta device and a ``MeshPlace``. It returns the module
+with weights in the compute dtype, whole on all data ranks, cut by tp and ep as in training.
+``run`` takes a ``Pipeline`` whose row holds forwards only, and the inputs of its microbatches. It
+returns the last stage's result for each microbatch, logits cut by vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from meshwise.schedule import Action
 def lay_out(
     model: ModelStage, place: MeshPlace, *, dtype: torch.dtype, lowering: apply.Lowering, seed: int
 ) -> ModelStage:
-    """Lay the model out for inference; its weights are those of ``init_weights(seed)``."""
+    """Lay the model out for inference. Its weights equal those of ``init_weights(seed)``."""
     if lowering == "compiled":
         torch_private.allow_graphs(64)
     for layer in apply.filled(model, place, dtype, seed):
@@ -34,9 +34,9 @@ def lay_out(
 
 
 class Pass(NamedTuple):
-    """A batch that has gone through this rank's stages. ``results`` of the microbatches, where the
-    last stage is; each action with the ``marks`` before and after it; messages that may still be
-    ``sending``."""
+    """A batch that has gone through this rank's stages. ``results``: one for each microbatch, empty
+    without the last stage. ``marks``: each action with the times before and after it. ``sending``:
+    messages that may still be under way."""
 
     results: list[Tensor]
     marks: list[tuple[Action, Any, Any]]
@@ -58,8 +58,8 @@ def run(
 ) -> Pass:
     """Run all microbatches through this rank's stages. Nothing waits for the device.
 
-    ``finish`` makes of the last stage's result what is kept. ``mark`` returns the time on the
-    device; it is taken between messages, so that only the stage's own work counts.
+    ``finish`` turns the last stage's result into what is kept. ``mark`` returns the time on the
+    device. It is called after receiving and before sending, to time only the stage's own work.
     """
     messages = Messages(pipeline)
     results, marks = [], []

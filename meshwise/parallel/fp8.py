@@ -1,9 +1,9 @@
 """Linear layers whose three products are in fp8, scaled by the largest element of each operand.
 
 Forward y = x w^T with x and w in e4m3; backward dx = dy w and dw = dy^T x with dy in e5m2
-(Micikevicius et al. 2022, arXiv:2209.05433). Scales are of the moment, not of steps before; sums
-are in fp32, results in bf16. Masters, gradients between ranks, norms and attention stay as they
-are.
+(Micikevicius et al. 2022, arXiv:2209.05433). Scales come from the current operands, not from
+earlier steps. Sums are in fp32, results in bf16. Masters, gradients between ranks, norms and
+attention stay as they are.
 """
 
 from typing import Any
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from meshwise import torch_private
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # of both dims of a weight, demanded by the kernels
+ALIGNMENT = 16  # the kernels need both dims of a weight to be multiples of this
 
 
 def apply(layer: nn.Module) -> None:
-    """Make the layer's linear modules compute in fp8; those whose sizes do not fit stay."""
+    """Make the layer's linear modules compute in fp8, except those of unaligned sizes."""
     for module in layer.modules():
         if type(module) is nn.Linear and not any(n % ALIGNMENT for n in module.weight.shape):
-            module.__class__ = Linear  # torch would compile a forward of its own for each module
+            module.__class__ = Linear  # torch would compile a forward per module separately
 
 
 class Linear(nn.Linear):
-    """x W^T + b by ``product``."""
+    """Computes x W^T + b with ``product``."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
-    """Multiply a [m,k] by b^T [k,n], a cast to ``kind`` and b [n,k] to e4m3, in the dtype of a."""
+    """Multiply a [m,k], cast to ``kind``, by b^T, b [n,k] cast to e4m3 -> [m,n] in a's dtype."""
     scaled_a, scale_a = scaled(a.contiguous(), kind)
     scaled_b, scale_b = scaled(b.contiguous(), FORWARD)
     out = a.new_empty(len(a), len(b))
@@ -62,7 +62,7 @@ def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def scaled(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x / scale in ``kind``, the largest element at its limit, and the scale in fp32."""
+    """Return x / scale in ``kind``, with the largest element at its limit, and the scale (fp32)."""
     limit = torch.finfo(kind).max
     scale = x.abs().amax().float().clamp(min=1e-12) / limit
     return (x.float() / scale).clamp(-limit, limit).to(kind), scale

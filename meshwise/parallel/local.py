@@ -3,10 +3,9 @@ ranks.
 
 In: a model's sizes and a ``MeshPlace``. Out: the module of ``nn`` whose products, embedding and
 experts hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. It has no
-DTensors and no hooks: one token leaves nothing to hide the host's work behind. Products of one
-input are one product (q, k, v; gate, up). Logits are this rank's part of the vocabulary.
-
-Every dense weight meets the tokens in ``SplitLinear``, so that a GPU's single row goes through
+DTensors and no hooks: with one token there is too little GPU work to hide their host time.
+Products of the same input are fused (q, k, v; gate, up). Logits are this rank's part of the
+vocabulary. Every dense product is a ``SplitLinear``, so on a GPU a single row goes through
 ``token_kernels``.
 """
 
@@ -36,16 +35,16 @@ from meshwise.spec.recipe import Routing
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # torch 2.13 warns of the older name
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_FEW_BYTES = 2**18  # each rank reads those of all
+_FEW_BYTES = 2**18  # most bytes to sum at once, where each rank reads the parts of all ranks
 
 
 class Sum:
-    """Adds the parts of all ranks of a group. ``token`` [rows, hidden]: what is as small as that
-    is added in the way that is fastest for few bytes."""
+    """Adds the parts of all ranks of a group. Parts of the size of ``token`` [rows, hidden] take
+    the way that is fastest for few bytes, if it exists; others take an all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup, token: Tensor) -> None:
         self.group, self.size = group, token.numel()
-        # ranks of tp are neighbours, so a host has all of a group or none
+        # tp ranks are neighbours, so a tp group lies on one host if its size divides a host's GPUs
         on_one_host = token.is_cuda and torch.cuda.device_count() % group.size() == 0
         is_fit = on_one_host and token.nbytes <= _FEW_BYTES
         self.at_once = torch_private.summed_at_once(group, token) if is_fit else None
@@ -58,7 +57,7 @@ class Sum:
 
 
 class SplitLinear(nn.Module):
-    """x W^T + b, with some rows of W, or with some columns and a sum over the other ranks'."""
+    """x W^T + b, with some rows of W, or with some columns of W and a sum over ranks."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
@@ -85,7 +84,7 @@ def _multiply(device: torch.device) -> Multiply:
 
 
 def attend_one(device: torch.device) -> AttendOne | None:
-    """Return the kernel that attends for one token, if there is a better one than torch's."""
+    """Return a kernel for the attention of one token, or None where torch's is used (no GPU)."""
     if device.type != "cuda":
         return None
     from meshwise.parallel import token_kernels
@@ -94,7 +93,7 @@ def attend_one(device: torch.device) -> AttendOne | None:
 
 
 class FusedLinear(nn.Module):
-    """Several products of one input as one: x -> each one's result."""
+    """Several products of one input, fused: x -> the result of each."""
 
     def __init__(self, products: list[SplitLinear]) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class FusedLinear(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """The embedding of tokens from ``first`` on; the ranks that hold the others add theirs."""
+    """The embedding of this rank's tokens, from ``first`` on, summed with those of other ranks."""
 
     def __init__(self, weight: Tensor, first: int, total: Sum) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Vocabulary(nn.Module):
 
 
 class Summed(nn.Module):
-    """Experts whose results are parts of a sum."""
+    """Experts whose partial results are summed over the tp ranks."""
 
     def __init__(self, moe: MoE, total: Sum) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class Summed(nn.Module):
 
 
 class Choice:
-    """Picks the likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
+    """Picks each row's likeliest token from split logits [b, part of the vocabulary] -> [b]."""
 
     def __init__(self, place: MeshPlace, vocab: int) -> None:
         self.ranks, self.group = place.layout.tp, place.mesh["tp"].get_group()
@@ -145,7 +144,7 @@ class Choice:
         most, token = _largest(logits)
         if self.ranks == 1:
             return token
-        # fp32 holds every token's number exactly; one gather brings both
+        # fp32 holds every token id exactly, so one gather brings both
         mine = torch.stack([most.float(), (token + self.first).float()], -1)
         found = mine.new_empty(self.ranks * len(mine), 2)
         _gather(found, mine, group=self.group)
@@ -155,8 +154,8 @@ class Choice:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each row's largest number and its index, in two steps, since one block works on a
-    row."""
+    """Find each row's largest element and its index. Two steps: a GPU gives a row to one block,
+    which alone is slow."""
     parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
     most, place = parts.max(-1)
     top, part = most.max(-1, keepdim=True)
@@ -176,7 +175,7 @@ def first_row(place: MeshPlace, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The cut of a model: the same stage laid out by ``parallel.tensor``, which holds nothing."""
+    """The cut of a stage: the same stage on the meta device, laid out by ``parallel.tensor``."""
 
     stage: ModelStage
     parameters: dict[str, nn.Parameter]
@@ -206,7 +205,7 @@ def localized(
     device: torch.device,
     seed: int,
 ) -> ModelStage:
-    """Build the layers with this rank's weights, those of ``init_weights(seed)``."""
+    """Build the layers with this rank's part of the weights of ``init_weights(seed)``."""
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
     tensor.apply(cut, place)
@@ -221,7 +220,7 @@ def localized(
 
 
 def _localize(module: nn.Module, prefix: str, cut: _Cut) -> None:
-    """Fill a module's own parameters, and replace the parts of it that need other ranks."""
+    """Fill a module's own parameters, and replace its children by versions for this rank."""
     _fill(module, prefix, cut)
     for name, child in list(module.named_children()):
         full = f"{prefix}{name}"
@@ -239,7 +238,7 @@ def _localize(module: nn.Module, prefix: str, cut: _Cut) -> None:
 
 
 def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
-    """Give a module its own parameters, and room for its buffers."""
+    """Set a module's own parameters, and allocate its buffers."""
     for name, _ in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(cut.share(f"{prefix}{name}")))
     for name, buffer in list(module.named_buffers(recurse=False)):
@@ -247,7 +246,7 @@ def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
 
 
 def _product(name: str, cut: _Cut) -> SplitLinear:
-    """Build a product: one of a weight's columns takes a sum over ranks, one of its rows none."""
+    """Build a product. If the weight is cut by columns, the result is summed over ranks."""
     weight, bias = cut.parameters[f"{name}.weight"], None
     by_columns = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     if f"{name}.bias" in cut.parameters:
@@ -259,7 +258,7 @@ def _fused(module: QKV | GateUp, place: MeshPlace) -> FusedLinear:
     products = [part for part in module.children() if isinstance(part, SplitLinear)]
     if isinstance(module, QKV) and module.kv_heads % place.layout.tp:
         rows = tensor.repeated_rows(module.kv_heads, module.head_dim, place.mesh["tp"])
-        for product in products[1:]:  # k and v, of which every rank holds all heads
+        for product in products[1:]:  # k and v: every rank holds all their heads
             product.weight = nn.Parameter(product.weight.detach()[rows])
             if product.bias is not None:
                 product.bias = nn.Parameter(product.bias.detach()[rows])
@@ -267,7 +266,7 @@ def _fused(module: QKV | GateUp, place: MeshPlace) -> FusedLinear:
 
 
 def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
-    """Do as ``experts.divide``, with plain weights."""
+    """Divide experts as ``experts.divide`` does, with plain weights."""
     for full, part in moe.named_modules(prefix=name):
         _fill(part, f"{full}.", cut)
     for part in (moe.experts, moe.shared):

@@ -1,14 +1,14 @@
 """The place of a process in a layout: its pipeline rank, the mesh within it, links to others.
 
-In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``MeshPlace``. Rank r of a
-pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
-of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``. Ranks that share a
-sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep). The
-experts' mesh has one more axis, ``ep``; where tp divides experts too, its ranks are on that one.
+In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``MeshPlace``. The axes of
+a pipeline rank's mesh are ``replica``, ``shard``, ``tp``, and the last varies fastest: rank r is
+number r % tp of its tp group. Ranks that share a sequence (cp) are neighbouring data ranks, and so
+are ranks that divide a set of experts (ep). The experts' mesh has one more axis, ``ep``. If tp
+divides the experts as well, its ranks are part of that axis.
 
-Every rank makes all groups in the same order, its own or not. On GPUs each boundary between two
-stages has one communicator forward and one backward, so that neither direction and no other
-boundary can block a message.
+Every rank makes all groups in the same order, even those it is not in. On GPUs each boundary
+between two stages has one communicator forward and one backward, so that a message cannot block
+one of the other direction or of another boundary.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ from meshwise.spec import Layout, rank_of
 
 
 class Link(NamedTuple):
-    """The groups of a boundary: all ranks of the stage before it and of the stage after it."""
+    """The groups of a boundary. Each has all ranks of the stage before it and the stage after."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
 
 
 class MeshPlace(NamedTuple):
-    """A rank's place. ``layout`` is the one within the pipeline rank; ``links`` by the stage
-    before the boundary, with -1 for the link between the pipeline's ends. Only where the layout
-    has them: ``experts``, a mesh of the same ranks with an axis ``ep``; ``context``, the ranks
-    that share this one's sequences; ``everyone``, all ranks of the pipeline rank."""
+    """A rank's place. ``layout`` is the layout within the pipeline rank. ``links`` are keyed by the
+    stage before the boundary; -1 links the pipeline's ends. Present only if the layout needs them:
+    ``experts``, a mesh of the same ranks with an axis ``ep``; ``context``, the ranks that share
+    this one's sequences; ``everyone``, all ranks of the pipeline rank."""
 
     layout: Layout
     pipeline_rank: int
@@ -56,7 +56,7 @@ class MeshPlace(NamedTuple):
 
     @property
     def data_groups(self) -> list[dist.ProcessGroup]:
-        """List the groups whose sums, one after the other, cover all ranks with other tokens."""
+        """List the groups to sum over, one after the other, to cover all data ranks."""
         if self.layout.data_ranks == 1:
             return []
         axes = (self.mesh["replica"], self.mesh["shard"])
@@ -80,9 +80,9 @@ def build(layout: Layout, device_type: str) -> MeshPlace:
 
 
 def _keep_apart(mesh: DeviceMesh) -> None:
-    """Give each rank entries of its own in torch's cache of compiled code on disk. Its key knows
-    a DTensor's mesh, but not the rank in it nor the names of its groups, both of which stand in
-    the code: the ranks of a host that shared an entry had the loss of other shares (torch 2.13)."""
+    """Give each rank its own entries in torch's cache of compiled code on disk. The cache key has
+    a DTensor's mesh, but not the rank in it or the names of its groups, and the code has both. In
+    torch 2.13, ranks of one host shared an entry and got the loss of another rank's share."""
     names = ",".join(group.group_name for group in mesh.get_all_groups())
     torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} in groups {names}"
 
@@ -90,8 +90,8 @@ def _keep_apart(mesh: DeviceMesh) -> None:
 def _meshes(
     layout: Layout, pipeline_rank: int, device_type: str
 ) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Build a pipeline rank's meshes, of its weights and experts, this rank's context group, and
-    the group of all its ranks."""
+    """Build a pipeline rank's mesh, its experts' mesh, this rank's context group, and the group of
+    all ranks of the pipeline rank."""
     inside = layout.of_rank(pipeline_rank)
     devices = torch.tensor(layout.devices_of(pipeline_rank))
     copies, shards, tp, ep = inside.data_ranks // inside.shards, inside.shards, inside.tp, inside.ep
@@ -115,7 +115,7 @@ def _meshes(
 
 
 def _links(layout: Layout, device_type: str) -> dict[int, Link]:
-    """Make the links of this rank, each warmed up: the first use of a group needs all its ranks."""
+    """Make this rank's links and warm them up, as a group's first use needs all its ranks."""
     rank, links = dist.get_rank(), {}
     for stage in range(-1, layout.num_stages - 1 if layout.pp > 1 else -1):
         ends = [

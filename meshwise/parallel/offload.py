@@ -1,14 +1,14 @@
-"""Activation offload: what layers save for backward waits in host memory.
+"""Activation offload: keep the tensors that layers save for backward in host memory.
 
 In: a laid-out stage. Afterwards every storage of at least 1 MiB that a layer saves, other than its
-parameters and buffers, is copied to pinned host memory while the next layer computes, and its
-device memory is free once that layer has ended. In backward the first use of a layer's saved
-tensors brings all of them back and starts on the layer before it, so that copies run beside
-computation. The last layer's stay on the device: its backward comes next.
+parameters and buffers, is copied to pinned host memory while the next layer computes. Its device
+memory is free once that next layer has ended. In backward the first use of a layer's saved tensors
+brings all of them back and starts fetching those of the layer before it, so that copies overlap
+computation. The last layer's tensors stay on the device, because its backward comes next.
 
 Memory is released in stream order: the compute stream waits for a copy before its source may be
-used again. Storages are moved whole and once, so that views of them keep their strides. On a CPU
-the same moves are plain copies.
+used again. Each storage is moved once and whole, so views of it keep their strides. On a CPU the
+same moves are plain copies.
 """
 
 import weakref
@@ -35,10 +35,10 @@ class _SavedByCall:
         self.device: list[Tensor] = []  # empty: on the host only
         self.host: list[Tensor] = []
         self.numbers: dict[tuple[int, int], int] = {}  # by address and version
-        self.moved: torch.cuda.Event | None = None  # behind the last copy, either way
+        self.moved: torch.cuda.Event | None = None  # recorded after the last copy, either way
 
     def add(self, storage: torch.UntypedStorage, version: int) -> int:
-        """Start copying a storage to the host, unless it is known; return its number."""
+        """Start copying a storage to the host, unless it is there already; return its number."""
         key = storage.data_ptr(), version
         if key not in self.numbers:
             self.numbers[key] = len(self.host)
@@ -48,12 +48,12 @@ class _SavedByCall:
         return self.numbers[key]
 
     def leave(self) -> None:
-        """Give the device's memory back; the compute stream waits until it has been read."""
+        """Free the device memory. The compute stream first waits for the copies to the host."""
         self.wait()
         self.device = []
 
     def fetch(self) -> None:
-        """Start copying back what is not on the device."""
+        """Start copying the storages back, unless they are on the device."""
         if not self.device:
             self.device = [self.copy(whole, self.home) for whole in self.host]
 
@@ -76,7 +76,7 @@ class _SavedByCall:
             self.moved = torch.cuda.Event()
             self.moved.record()
         if target.is_cuda:
-            target.record_stream(self.side)  # it may be dropped before anything waits for it
+            target.record_stream(self.side)  # the target may be freed before the copy ends
         return target
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class _SavedByCall:
 
 
 class _View(NamedTuple):
-    """A saved tensor as part of a storage; ``wrap`` makes a DTensor of it again if it was one."""
+    """A saved tensor as a view of a storage. ``wrap`` makes it a DTensor again if it was one."""
 
     group: _SavedByCall
     number: int
@@ -102,7 +102,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.side: Side = None
-        # weak: it ends with its graph
+        # weak: the graph owns it
         self.latest: Callable[[], _SavedByCall | None] = lambda: None
 
     def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
@@ -116,23 +116,22 @@ class _Calls:
         staying: set[int] = set()
 
         def pack(value: Tensor) -> Tensor | _View:
-            if not staying:  # now, because FSDP2 has just gathered the weights
+            if not staying:  # not earlier, because FSDP2 has only just gathered the weights
                 staying.update(_address(t) for t in chain(layer.parameters(), layer.buffers()))
             return _pack(value, group, staying)
 
         with saved_tensors_hooks(pack, _unpack):
             out = call(x)
         if earlier is not None:
-            earlier.leave()  # its copies had the time of this layer
+            earlier.leave()  # its copies ran while this layer computed
         return out
 
 
 def apply(model: ModelStage) -> None:
     """Wrap every layer, before or after it is compiled and sharded.
 
-    The layers' class gets a ``__call__`` around torch's, which is outside compiled code and outside
-    what FSDP2 does before and after a layer. Layers of one class stay of one, or each would be
-    compiled for itself.
+    The layers' class gets a ``__call__`` around torch's, outside compiled code and outside FSDP2's
+    hooks. Layers of one class share one new class; otherwise each would be compiled separately.
     """
     calls, kinds = _Calls(), dict[type, type]()
     first, *_ = model.layers.values()
@@ -152,7 +151,7 @@ def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[
 
 
 def _pack(value: Tensor, group: _SavedByCall, staying: set[int]) -> Tensor | _View:
-    """Return what autograd keeps: the tensor itself if it stays, else where it went."""
+    """Return what autograd keeps: the tensor itself if it stays, else a record of where it is."""
     local, wrap = _unwrapped(value)
     if type(local) is not Tensor or local.layout != torch.strided or local.device != group.home:
         return value

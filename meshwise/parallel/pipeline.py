@@ -4,11 +4,11 @@ between them. Without a pipeline the table is forward, backward, forward, backwa
 In: a rank's ``MeshPlace``, its stages (each already laid out), its row of the table, the tokens of
 its microbatches. Out: gradients in the parameters, and the loss where the last stage is.
 
-A stage's result is cut by the mesh that made it and needed as the next stage's mesh cuts it: rows
-over dp, positions over cp and over tp with sequence parallelism, copies over tp without.
-``reshard`` plans who sends which part to whom; equal meshes come out as one message to the
-counterpart. Gradients travel the other way. Receives are started one action ahead, sends are not
-waited for, so that messages travel beside computation.
+Two neighbouring stages may have different meshes. Each mesh cuts an activation's rows over dp and
+its positions over cp, and over tp too with sequence parallelism; without it tp ranks hold copies.
+``reshard`` plans who sends which part to whom. With equal meshes each rank sends one message to its
+counterpart. Gradients go the other way. Receives start one action ahead, and sends are waited for
+only at the end of the step, so messages overlap computation.
 
 Each stage's data parallelism takes the mean over its own dp ranks, so a gradient that crosses from
 dp = a to dp = b ranks is scaled by b / a.
@@ -52,12 +52,12 @@ def unmarked(_: str) -> None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The boundary between a stage and the next one, when that is on another pipeline rank."""
+    """The boundary between a stage and the next one, if they are on different pipeline ranks."""
 
     forward: p2p.Route  # of activations
     backward: p2p.Route  # of their gradients
     shape: tuple[int, ...]  # of a microbatch's activation on this rank
-    scale: float  # of a gradient that has crossed
+    scale: float  # multiplies a gradient that has crossed
 
     def route(self, action: Action) -> p2p.Route:
         """Return the route of the action's input: activations for a forward, else gradients."""
@@ -68,7 +68,7 @@ class Boundary:
 class LinkedStage:
     number: int
     module: nn.ModelStage
-    before: Boundary | None  # None: there is no such stage, or it is on this rank
+    before: Boundary | None  # None: there is no stage before, or it is on this rank
     after: Boundary | None
 
 
@@ -93,13 +93,13 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pipeline:
-    """Link the stages of this rank, each made by ``make`` of its number and layers."""
+    """Make the stages of this rank by ``make(number, layers)``, and link them to other ranks."""
     layout, model, seq_len = plan.layout, plan.model, plan.workload.seq_len
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
     modules = {number: make(number, layers[number]) for number in mine}
     boundaries = {}
-    # Connected in one order on all ranks, the tie last: see p2p.connected.
+    # All ranks must connect in the same order, the tie last: see p2p.connected.
     for stage, link in sorted(place.links.items()):
         if stage >= 0:
             shape = models.stream_shape(model, layout.microbatch_rows, seq_len, layers[stage].stop)
@@ -113,7 +113,7 @@ def build(
 
 
 def alone(model: nn.ModelStage, layout: Layout, device: torch.device) -> Pipeline:
-    """Hold a whole model on one device, in fp32."""
+    """Return the pipeline of a whole model on one device, in fp32."""
     row = table("none", 1, 1, layout.num_microbatches)[0]
     stages = {0: LinkedStage(0, model, None, None)}
     return Pipeline(layout, stages, row, torch.float32, device, None)
@@ -135,8 +135,8 @@ def _boundary(
 
 
 def activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
-    """Return who holds what of a microbatch's activation [rows, seq, hidden] (images: [rows,
-    channels, height, width])."""
+    """Return which rank holds which part of a microbatch's activation [rows, seq, hidden]
+    (images: [rows, channels, height, width])."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = {"batch": 0, "seq": 1}.get(inside.placed.stream)
     over_cp = 1 if inside.cp > 1 else None
@@ -154,9 +154,9 @@ def run(
 ) -> Tensor:
     """Run forward and backward of all microbatches; return the mean loss, 0 without the last stage.
 
-    ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is told what begins:
-    an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
-    ``exchange`` (the messages still to send, and the tied weight's gradients).
+    ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is called with what
+    begins: an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
+    ``exchange`` (unfinished sends, sums of gradients over tp, the tied weight's gradients).
     """
     step = _RunningStep(pipeline, inputs, targets, loss)
     step.mark = mark
@@ -177,8 +177,8 @@ def _name(action: Action) -> str:
 
 
 def _needed(action: Action) -> tuple[bool, int, int]:
-    """Name the tensor that an action needs: activation or gradient, stage, microbatch. dualpipev
-    splits some backwards and not others, so an I may need the gradient that a B left."""
+    """Return a key for the tensor an action needs: is it an activation (or a gradient)? Then stage
+    and microbatch. dualpipev splits only some backwards, so a B may hand its gradient to an I."""
     return action.kind == "F", action.stage, action.microbatch
 
 
@@ -194,7 +194,7 @@ class Messages:
         self.sending: list[p2p.Sending] = []
 
     def actions(self) -> Iterator[Action]:
-        """Yield the actions of the row, once receives for each and for the next have started."""
+        """Yield the row's actions. First start the receives of each action and the next one."""
         row = self.pipeline.row
         for action, following in zip_longest(row, row[1:]):
             self.expect(action)
@@ -212,7 +212,7 @@ class Messages:
         self.received[action] = p2p.receive(route, boundary.shape, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
-        """Return what ``expect`` asked for, or what another stage of this rank left."""
+        """Return the tensor that ``expect`` receives, or that another stage of this rank gave."""
         if action in self.received:
             self.mark("wait")
             value = self.received.pop(action).wait()
@@ -221,7 +221,7 @@ class Messages:
         return self.handed.pop(_needed(action))
 
     def give(self, value: Tensor, action: Action, boundary: Boundary | None) -> None:
-        """Pass a result, or a gradient, to the ``action`` that needs it."""
+        """Pass a result or a gradient to the ``action`` that needs it, here or on another rank."""
         if boundary is None:
             self.handed[_needed(action)] = value
             return
@@ -231,7 +231,7 @@ class Messages:
 
 
 class _RunningStep(Messages):
-    """One step under way: its graphs, and its messages."""
+    """One step while it runs: its graphs and its messages."""
 
     def __init__(
         self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
@@ -247,9 +247,9 @@ class _RunningStep(Messages):
         self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
 
     def find_resting(self) -> set[tuple[int, int]]:
-        """Find the (stage, microbatch) whose forward and backward FSDP2 need not see. Without
-        other data ranks these are all; else all but the first, whose weights are gathered beside
-        computation, and the last, whose gradients are reduced so."""
+        """Find the (stage, microbatch) whose forward and backward FSDP2 need not see. With one data
+        rank these are all. Otherwise FSDP2 must see the first, to overlap the gathering of weights
+        with computation, and the last, to overlap the reduction of gradients."""
         layout = self.pipeline.layout
         if self.split or not may_rest(layout):
             return set()
@@ -294,8 +294,8 @@ class _RunningStep(Messages):
             self.total += loss.detach()
             return x, loss
         self.give(result.detach(), Action("F", stage.number + 1, number), stage.after)
-        # A backward in one part starts from the result's place in the graph: once it is sent, the
-        # result itself may go.
+        # An unsplit backward starts from the result's edge in the graph, so the result's memory may
+        # be freed once it is sent.
         return x, result if self.split else get_gradient_edge(result)
 
     def compute(self, module: nn.ModelStage, x: Tensor, action: Action) -> Tensor:
@@ -325,9 +325,9 @@ class _RunningStep(Messages):
             x.grad = None
 
     def backward_of_input(self, stage: LinkedStage, action: Action) -> Callable[[], None]:
-        """Send the input's gradient back; return what is left to do for the weights.
+        """Send the input's gradient back; return a function that makes the weights' gradients.
 
-        The first stage's input has no gradient, so all of its backward is left.
+        The first stage's input has no gradient, so the function does its whole backward.
         """
         x, result = self.saved.pop((action.stage, action.microbatch))
         assert isinstance(result, Tensor)

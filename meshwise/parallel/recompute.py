@@ -1,13 +1,13 @@
-"""Recomputation: backward computes again what forward does not keep, by torch's checkpoint.
+"""Recomputation: backward recomputes what forward does not keep, by torch's checkpoint.
 
-full keeps a layer's input and nothing else (Chen et al. 2016). selective keeps the results of the
-matrix products and of attention, and computes again what is cheap: the norms and the activation
-function, each as it is needed by the product behind it.
+full keeps only a layer's input (Chen et al. 2016). selective keeps the results of matrix products
+and of attention, and recomputes what is cheap: each norm and activation function, when the product
+after it needs it.
 
-In eager code the cheap pieces are checkpoints of their own; torch ends a recomputation at the last
-tensor that backward asks for, so the products behind them are not repeated. A compiler would see
-them as one piece with their products and repeat those too, so compiled layers say of every operator
-whether its result is kept.
+In eager code each cheap operation is a checkpoint together with the product after it. torch stops a
+recomputation at the last tensor that backward needs, so the product is not repeated. A compiler
+would see both as one piece and repeat the product too. So for compiled layers a policy says for
+every operator whether its result is kept.
 """
 
 from functools import partial
@@ -42,5 +42,5 @@ def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 
 
 def _forgetting(part: Part, x: Tensor, **options: Any) -> Any:
-    # There is no dropout, so no state of a random generator to restore.
+    # There is no dropout, so there is no random state to restore.
     return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False, **options)

@@ -1,9 +1,8 @@
-"""Move an activation from where it lies on the tp ranks to where it is needed, and its gradient
-back.
+"""Change an activation's placement on the tp ranks in forward, and its gradient's in backward.
 
-A placement is ``whole``, ``partial`` (a sum over ranks is due) or the tensor dim that the ranks
-divide, as in ``models.placement``. Local tensors go in and come out: no DTensor is dispatched, and
-layers of equal placements share compiled code.
+A placement is ``whole``, ``partial`` (the ranks hold parts of a sum) or the tensor dim that the
+ranks divide, as in ``models.placement``. Inputs and outputs are local tensors, so no DTensor is
+dispatched, and layers of equal placements share compiled code.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -25,8 +24,8 @@ class NamedGroup(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The way between two parts of a model: a tensor goes ``there``, its gradient ``back``, each
-    from one placement to another."""
+    """The change of placement between two parts of a model: ``there`` (from, to) for a tensor in
+    forward, ``back`` (from, to) for its gradient."""
 
     there: tuple[Placement, Placement]
     back: tuple[Placement, Placement]
@@ -56,7 +55,7 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> T
         return x.view_as(x)
     if have == "whole":
         assert isinstance(wanted, int)
-        # a copy of rows too: from a view, torch 2.11 compiles wrong gradients (2.13 does not)
+        # clone rows too: from a view torch 2.11 compiles wrong gradients (2.13 does not)
         return x.chunk(ranks.size, wanted)[ranks.rank].clone(memory_format=contiguous_format)
     if have == "partial":
         if wanted == "whole":
@@ -71,20 +70,20 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> T
 
 
 def _split_in_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
-    """Put each rank's part of ``dim`` one after the other in dim 0."""
+    """Cut ``dim`` into one part for each rank, and concatenate the parts along dim 0."""
     parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
     return parts.flatten(0, 1).contiguous()
 
 
 def _join_from_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
-    """Put each rank's part, one after the other in dim 0, together in ``dim``."""
+    """Cut dim 0 into one part for each rank, and concatenate the parts along ``dim``."""
     parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
     return parts.flatten(dim, dim + 1)
 
 
 def addend(x: Tensor, ranks: int) -> Tensor:
-    """Return what each of so many ranks adds so that their sum has x once. The gradient of x is the
-    sum's, on each rank."""
+    """Return x / ``ranks``, so that the sum over so many ranks has x once. On each rank the
+    gradient of x is the whole gradient of that sum."""
     return _Addend.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
 
 

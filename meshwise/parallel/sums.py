@@ -1,12 +1,12 @@
 """Sum the gradients of weights that tp repeats.
 
-In: a weight that is whole on all tp ranks, each of which computes a part of its gradient (a norm
-under sequence parallelism, a router, a part of the model that tp cuts by tokens). The gradient is a
-partial sum over two axes, tp and the data ranks. ``Layout.tp_sums`` says in which order they go:
+In: a weight that is whole on all tp ranks, while each rank computes a part of its gradient (a norm
+under sequence parallelism, a router, a part of the model that tp cuts by tokens). The gradient must
+be summed over two axes, tp and the data ranks. ``Layout.tp_sums`` says when tp's sum is taken:
 
-- first: over tp as autograd makes it, in the compute dtype; then over the data ranks by FSDP2;
-- last: over the data ranks by FSDP2; what that leaves on a rank is summed over tp at the end of the
-  step, all of it in one all-reduce (Megatron-LM does so for its norms);
+- first: over tp when autograd makes it, in the compute dtype; FSDP2 then sums over the data ranks;
+- last: FSDP2 sums over the data ranks. At the end of the step one all-reduce over tp sums all such
+  gradients that a rank has (Megatron-LM does so for its norms);
 - together: FSDP2 does not see such a weight. At the end of the step one all-reduce sums it over
   both axes. Experts that differ between data ranks are summed as with ``last``.
 """
@@ -19,12 +19,12 @@ from torch.distributed.tensor import Placement, Replicate
 
 from meshwise.parallel.mesh import MeshPlace, share
 
-Name = tuple[nn.Module, str]  # a parameter: others put new ones in its place
+Name = tuple[nn.Module, str]  # names a parameter, as other code replaces the object itself
 
 
 class Sums:
-    """The sums that wait for the end of a step. ``cast``: the dtype to compute in with weights that
-    FSDP2 does not see."""
+    """The sums to do at the end of a step. ``cast``: the compute dtype of weights that FSDP2 does
+    not see."""
 
     def __init__(
         self, place: MeshPlace, order: str = "first", cast: torch.dtype | None = None
@@ -37,7 +37,7 @@ class Sums:
     def placed(
         self, module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
     ) -> tuple[DeviceMesh, list[Placement]]:
-        """Note a weight whose gradient is a sum over tp; return where the weight lies."""
+        """Note a weight whose gradient is a sum over tp; return its mesh and placements."""
         if self.order == "together" and all(p.is_replicate() for p in placements):
             self.over_both.append((module, name))
             return self.mesh, [Replicate()] * self.mesh.ndim
@@ -46,12 +46,12 @@ class Sums:
         return mesh, placements
 
     def unseen(self) -> set[nn.Parameter]:
-        """Return the weights that FSDP2 is not to see."""
+        """Return the weights that FSDP2 must not see."""
         return {getattr(module, name) for module, name in self.over_both}
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Sum the gradients of a step: over tp as a sum, over the data ranks as a mean."""
+        """Reduce the noted gradients: sum over tp, mean over the data ranks."""
         _all_reduce(self.over_tp, self.mesh["tp"].get_group())
         if self.over_both:
             assert self.everyone is not None
@@ -59,7 +59,7 @@ class Sums:
 
 
 def _all_reduce(names: list[Name], group: dist.ProcessGroup, scale: float = 1) -> None:
-    held = dict.fromkeys(getattr(module, name) for module, name in names)  # a tied one once
+    held = dict.fromkeys(getattr(module, name) for module, name in names)  # a tied weight once
     gradients: list[Tensor] = [share(weight.grad) for weight in held]
     if not gradients:
         return

@@ -1,15 +1,15 @@
 """Tensor parallelism in place, on the tp axis of a mesh, as a layout's ``cuts`` say.
 
 Weights (Shoeybi et al. 2019, Megatron-LM): products whose outputs are heads or ffn are split by
-rows (col in plan.json), products that read those by columns (row), embedding and head by
-vocabulary; experts in ``parallel.experts``. The stream between those is whole on every rank, or
-split by position (Korthikanti et al. 2022) or by sequence. A part of the model may also be computed
-alike on every rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
-``apply.loss_context`` computes their loss that way.
+rows (col in plan.json), and products that read those by columns (row). Embedding and head are split
+by vocabulary; ``parallel.experts`` splits experts. The stream between these is whole on every rank,
+or split by position (Korthikanti et al. 2022) or by sequence. A part of the model may also be
+repeated on every rank, or divided by its tokens. Logits split by vocabulary are a DTensor, and
+their loss needs ``apply.loss_context``.
 
-Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that gradients
-that are partial sums are known to be. Activations are local tensors, moved between the parts by
-``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
+Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that torch
+knows which gradients are partial sums. Activations are local tensors, and ``redistribute`` moves
+them. If there are fewer key and value heads than ranks, several ranks compute the same head.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, addend, 
 from meshwise.parallel.sums import Sums
 from meshwise.spec import Cuts
 
-DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
+DIM: dict[str, int] = {"batch": 0, "seq": 1}  # dims of an activation
 COL, ROW = ("weight", 0), ("weight", 1)
 
 
 class Room(NamedTuple):
-    """A part of the model: where it ``needs`` its input and the gradient of its result, and
-    where it ``leaves`` its result and the gradient of its input."""
+    """The placements of a part of the model. ``needs``: of its input and of its result's gradient.
+    ``leaves``: of its result and of its input's gradient."""
 
     needs: Placement
     leaves: Placement
@@ -68,7 +68,7 @@ class Splitter:
         return Room("whole", "whole" if word == "whole" else "partial")
 
     def enter(self, name: str) -> Edge:
-        """Return the way from the stream into a part of the model."""
+        """Return the change of placement from the stream into a part of the model."""
         room = self.room(name)
         return Edge((self.stream, room.needs), (room.leaves, self.stream), self.ranks)
 
@@ -78,7 +78,7 @@ class Splitter:
 
     @property
     def streamed(self) -> Placed:
-        """The stream's placement in DTensor's words."""
+        """The stream's placement as a DTensor placement."""
         return Shard(self.stream) if isinstance(self.stream, int) else Replicate()
 
     def local(
@@ -89,8 +89,8 @@ class Splitter:
         *,
         leave: Edge | None = None,
     ) -> Any:
-        """Make a module compute with this rank's parts of its weights: cut by outputs (``COL``), by
-        inputs (``ROW``), or whole."""
+        """Make a module compute with this rank's part of its weights. They are cut by outputs
+        (``COL``), by inputs (``ROW``), or whole."""
         cut = cut if self.room(room).leaves == "partial" else None
         summed = cut is None and self.room(room).summed
         assert self.sums is not None
@@ -110,7 +110,7 @@ class Splitter:
         return module
 
     def layer(self, layer: GPTLayer | DecoderLayer) -> None:
-        """Split one layer; its input and output are local tensors that lie as the stream does."""
+        """Split one layer. Its input and output are local tensors with the stream's placement."""
         self.local(layer.norm1, "stream", leave=self.enter("attention"))
         into = "feed_forward" if layer.dense else "experts"
         self.local(layer.norm2, "stream", leave=self.enter(into))
@@ -139,7 +139,7 @@ class Splitter:
         self.local(down, "feed_forward", ROW, leave=self.leave("feed_forward"))
 
     def projections(self, qkv: nn.Module) -> None:
-        """Split a Llama-type layer's projections. Those down to latent rows stay whole."""
+        """Split a Llama-type layer's projections. Projections down to latent rows stay whole."""
         repeats = False
         if isinstance(qkv, llama.QKV) and self.room("attention").leaves == "partial":
             repeats = qkv.kv_heads % self.ranks.size > 0
@@ -158,12 +158,12 @@ class Splitter:
             embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
     def take(self, word: str) -> tuple[int, NamedGroup] | None:
-        """Return the dim that ranks divide of a tensor which all have whole; None if they do
-        not."""
+        """Return the dim along which each rank takes its part of a whole tensor; None if it takes
+        all of it."""
         return (DIM[word], self.ranks) if word in DIM else None
 
     def head(self, head: Head) -> None:
-        """Split the projection by vocabulary, whose logits are a DTensor, or by its tokens."""
+        """Split the projection by vocabulary, where logits are a DTensor, or by its tokens."""
         self.local(head.norm, "stream")
         if self.cuts.head != "vocab":
             self.local(head.projection, "head").enter = self.enter("head")
@@ -175,7 +175,7 @@ class Splitter:
 
 
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
-    """Return the rows that make this rank's head, in a weight of fewer heads than ranks."""
+    """Return the rows of this rank's head in a weight that has fewer heads than tp has ranks."""
     head = tp_mesh.get_local_rank() * heads // tp_mesh.size()
     return slice(head * head_dim, (head + 1) * head_dim)
 
@@ -188,7 +188,7 @@ def part(weight: Tensor | None, module: Any) -> Any:
 
 
 class _Local:
-    """The settings that ``Splitter.local`` gives an instance: all layers share compiled code."""
+    """Settings that ``Splitter.local`` sets on an instance, so that layers share compiled code."""
 
     summed = False
     cast: torch.dtype | None = None
@@ -200,8 +200,8 @@ class _Local:
 
 
 class LocalLinear(_Local, nn.Linear):
-    """``rows`` of the weight where each head is on several ranks; ``adders``: ranks whose results
-    are added up, with one bias between them."""
+    """``rows``: this rank's rows of the weight, if several ranks compute the same head.
+    ``adders``: how many ranks' results are summed. The sum has the bias once."""
 
     rows: slice | None = None
     adders = 1
@@ -239,9 +239,9 @@ class LocalMoE(_Local, MoE):
 
 
 class LocalEmbedding(_Local, nn.Embedding):
-    """``take``: the dim of the tokens that ranks divide. ``first_row``: where this rank's part
-    of the table begins; tokens of other ranks are 0. (A lookup in DTensors makes a gradient of
-    the whole table on every rank, torch 2.13.)"""
+    """``take``: the dim of the tokens that ranks divide. ``first_row``: where this rank's part of
+    the table begins; other ranks' tokens give 0. (A DTensor lookup would make a gradient of the
+    whole table on every rank, torch 2.13.)"""
 
     take: tuple[int, NamedGroup] | None = None
     first_row: int | None = None
@@ -259,7 +259,7 @@ class LocalEmbedding(_Local, nn.Embedding):
 
 
 class LocalPositions(_Local, Positions):
-    """``take``: set where ranks divide the stream by positions."""
+    """``take``: set if ranks divide the stream by positions."""
 
     take: tuple[int, NamedGroup] | None = None
 
@@ -282,8 +282,8 @@ LOCAL: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def apply(model: ModelStage, place: MeshPlace, sums: Sums | None = None) -> None:
-    """Split a whole model, or a stage of one, over tp, and its experts over ep. ``sums`` notes the
-    gradients that are to be summed later."""
+    """Split a model or a stage over tp, and its experts over ep. ``sums`` notes the gradients to
+    sum later."""
     sums = sums or Sums(place)
     if isinstance(model, WideResNetModule):
         channels.divide(model, place)
@@ -309,8 +309,8 @@ def apply(model: ModelStage, place: MeshPlace, sums: Sums | None = None) -> None
 
 
 def loss_parts(tp_mesh: DeviceMesh, cuts: Cuts) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return two functions: one picks the targets of this rank's logits, one takes the mean over
-    tp ranks of their mean losses."""
+    """Return two functions. The first picks the targets of this rank's logits, the second averages
+    the ranks' mean losses over tp."""
     splitter = Splitter(tp_mesh, cuts)
     taken = splitter.take(cuts.head)
     if taken is None:

@@ -1,9 +1,8 @@
-"""Add up the gradients of embedding and head where they are one weight, in the first and last
-stage.
+"""Sum the gradients of embedding and head, if they are one weight, over the first and last stage.
 
 In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold the
-sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have unequal
-meshes: ``reshard`` moves a gradient from one cut to the other.
+same sum of the two, bit for bit, so the optimizer keeps the weights equal. The stages may have
+different meshes; ``reshard`` then moves a gradient from one cut to the other.
 """
 
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ from meshwise.spec import AnyModel, Layout, WideResNet, rank_of
 
 @dataclass(frozen=True)
 class Tie:
-    """One end of the tie. ``there``: the other weight where it is on this rank too (the ends of
-    a V). Elsewhere the routes lead out to it and back."""
+    """One end of the tie. ``there``: the other weight, if it is on this rank too (in a V schedule).
+    Otherwise ``out`` sends this end's gradient to it, and ``back`` receives the other's."""
 
     weight: nn.Parameter
     is_copy: bool  # the head's; the embedding's is the original
@@ -33,7 +32,7 @@ class Tie:
 
     @property
     def copy(self) -> nn.Parameter | None:
-        """The one of the two that is on this rank and not to be counted."""
+        """The head's weight, if it is on this rank. Count only the embedding's."""
         return self.weight if self.is_copy else self.there
 
     def add_gradients(self) -> None:
@@ -58,7 +57,7 @@ def tie(
     stages: Mapping[int, ModelStage],
     device: torch.device,
 ) -> Tie | None:
-    """Make this rank's end of the tie between the pipeline's ends; None if it has none."""
+    """Make this rank's end of the tie; None if no stage here holds a tied weight."""
     ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
     weights = [weight for end in ends if (weight := end.tied) is not None]
     if not weights:
@@ -76,7 +75,7 @@ def tie(
 
 
 def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
-    """Return who holds which rows of the embedding: perhaps cut over tp, then over the shards."""
+    """Return who holds which rows of the embedding, cut over tp (if by vocabulary), then shards."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = 0 if inside.placed.embed == "vocab" else None
     pieces = placed(shape, (inside.tp, inside.shards), (over_tp, 0))

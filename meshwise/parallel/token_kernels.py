@@ -1,10 +1,10 @@
-"""Triton kernels of a step of one token, which reads each weight, key and value once.
+"""Triton kernels for a step of one token, which reads each weight, key and value once.
 
-``linear``: x W^T + b of one row. A library's product of matrices reads W at half to nine tenths of
-the memory's rate there; this one streams rows of W, whose sums are fp32. ``attend``: a token's
-query heads over the tokens so far, cut into pieces of keys so that few heads fill the device
-("split-KV": Dao et al., Flash-Decoding, 2023): every piece gives its softmax's sum, its largest
-score and its weighted values, and a second kernel joins them.
+``linear``: x W^T + b for one row. A library's matrix product reads W at half to nine tenths of the
+memory bandwidth here. This kernel streams rows of W and sums in fp32. ``attend``: attention of one
+token's query heads over the tokens so far. The keys are cut into pieces, so that few heads fill
+the device ("split-KV": Dao et al., Flash-Decoding, 2023). Each piece gives its softmax's sum, its
+largest score and its weighted values, and a second kernel joins them.
 """
 
 import math
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS = 2, 2048  # of W that a program reads at once
+_ROWS, _COLUMNS = 2, 2048  # rows and columns of W that a program reads at once
 _KEYS, _PIECES = 64, 64  # keys that a program reads at once, and most programs of a head
-_LEAST = 16  # rows and columns of a product by tensor cores
+_LEAST = 16  # fewest rows and columns of a tensor-core product
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,7 +37,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x[..., K], W[N, K], b[N] -> [..., N]; of more than one row by the library."""
+    """x[..., K], W[N, K], b[N] -> [..., N]. More than one row goes to the library."""
     n, k = weight.shape
     if x.numel() > k:
         return F.linear(x, weight, bias)
@@ -57,12 +57,12 @@ def _attend_piece(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     group, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head = group // KV_HEADS * tokens * KV_HEADS + group % KV_HEADS  # of the first token
+    head = group // KV_HEADS * tokens * KV_HEADS + group % KV_HEADS  # row of the first token
     row, column, column_v = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     mine = q + (group * SHARING + row[:, None]) * D + column[None, :]
     queries = tl.load(mine, mask=(row[:, None] < SHARING) & (column[None, :] < D), other=0.0)
     last = tl.load(position)
-    top = tl.full((ROWS,), -1e30, tl.float32)  # finite: a piece may lie behind the position
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite: a piece may lie past the position
     total = tl.zeros((ROWS,), tl.float32)
     mix = tl.zeros((ROWS, WIDTH_V), tl.float32)
     for block in range(BLOCKS):
@@ -105,12 +105,12 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, length: int) -> Tensor:
-    """q[b,1,heads,D] at position ``at`` [1] < ``length`` over keys[b,tokens,kv_heads,D] and
-    values[b,tokens,kv_heads,DV] -> [b,1,heads,DV]."""
+    """Attend for one token: q[b,1,heads,D] at position ``at`` [1] < ``length``, over
+    keys[b,tokens,kv_heads,D] and values[b,tokens,kv_heads,DV] -> [b,1,heads,DV]."""
     (batch, tokens, kv_heads, dim), width = keys.shape, values.shape[3]
     heads = q.shape[2]
     sharing, groups = heads // kv_heads, batch * kv_heads
-    blocks = triton.cdiv(length, _KEYS * _PIECES)  # of each piece
+    blocks = triton.cdiv(length, _KEYS * _PIECES)  # blocks of a piece
     pieces = triton.cdiv(length, _KEYS * blocks)
     sums, most = (
         torch.empty(groups, pieces, sharing, dtype=torch.float32, device=q.device) for _ in range(2)

@@ -1,2 +1,2 @@
-"""Times what ``measure`` asks for. ``cases`` lists it, ``importers`` reads what others timed (no
-torch), ``loop`` takes the cases on every rank; most other modules build the work of one kind."""
+"""Time what ``measure`` asks for. ``cases`` lists it, ``importers`` reads other tools' results (no
+torch), ``loop`` runs the cases on every rank. Most other modules build the work of one kind."""

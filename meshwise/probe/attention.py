@@ -1,15 +1,15 @@
 """Attention by each back end that torch offers: ``Case.backend`` names it, "" is torch's choice.
 
-flash, cudnn, efficient, math: ``scaled_dot_product_attention`` held to that kernel; fa3, fa4: the
-same with an installed package in flash's place; flex: FlexAttention, compiled on a GPU, eager and
-forward only on a CPU; varlen: ``varlen_attn`` over sequences of equal length. What a back end
-cannot do is skipped, with torch's reason.
+flash, cudnn, efficient, math: ``scaled_dot_product_attention`` restricted to that kernel; fa3, fa4:
+the same, with an installed package in place of flash; flex: FlexAttention, compiled on a GPU, eager
+and forward only on a CPU; varlen: ``varlen_attn`` over sequences of equal length. Cases that a back
+end cannot do are skipped, with torch's reason.
 
 Heads are stored [batch, seq, heads, head_dim] and viewed as [batch, heads, seq, head_dim], as a
-model's projections leave them. Forward is timed as training runs it, saving for backward;
-backward is timed alone, on a graph that is kept. A causal mask ends at the bottom right: the last
-query sees all keys. A mask that ``is_causal`` cannot say (a window, or fewer queries than keys) is
-given to math and efficient as a tensor.
+model's projections produce them. Forward is timed as in training, saving for backward. Backward is
+timed alone, on a graph that is kept. A causal mask is aligned at the bottom right: the last query
+sees all keys. If ``is_causal`` cannot express a mask (a window, or fewer queries than keys), math
+and efficient get it as a tensor.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from meshwise.timing import randn
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _PACKAGES = {"fa3": "flash_attn_3", "fa4": "flash-attn-4"}
-_DENSE_MASK_PAIRS = 2**28  # of query and key: FlexAttention's mask of more is built compiled
+_DENSE_MASK_PAIRS = 2**28  # (query, key) pairs above which FlexAttention's mask is built compiled
 
 
 def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> Work:
-    """``settings`` holds torch to the case's kernel until the caller closes it: choosing anew in
+    """Build a case. ``settings`` fixes the kernel until the caller closes it, as choosing it in
     each call would cost more than a short kernel takes."""
     op, backend = case.op, case.backend
     assert isinstance(op, Attention)
@@ -62,7 +62,7 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
 
 
 def _is_odd(op: Attention) -> bool:
-    """Whether the mask is more than ``is_causal``, which torch aligns at the top left, can say."""
+    """Whether ``is_causal``, which torch aligns at the top left, cannot express the mask."""
     return op.causal and (op.window is not None or op.q_len != op.kv_len)
 
 
@@ -110,7 +110,7 @@ def _sdpa(
 
 
 def _mask(op: Attention) -> Callable[[object, object, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Whether a query sees a key, in FlexAttention's form: of batch, head, query, key."""
+    """Return FlexAttention's mask: (batch, head, query, key) -> whether the query sees the key."""
     behind, window = op.kv_len - op.q_len, op.window
 
     def seen(_b: object, _h: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _flex(op: Attention, device: torch.device) -> Compute:
         mask = make(_mask(op), None, None, op.q_len, op.kv_len, device=str(device))
     compute: Callable[..., Any] = flex.flex_attention
     if not on_cpu:
-        torch.compiler.reset()  # it refuses to compile one function for a ninth shape
+        torch.compiler.reset()  # torch does not compile one function for more than eight shapes
         compute = torch.compile(compute, dynamic=False)
     return functools.partial(compute, block_mask=mask, enable_gqa=op.heads != op.kv_heads)
 
@@ -148,9 +148,9 @@ def _varlen(op: Attention, device: torch.device) -> Compute:
     if op.value_dim != op.head_dim:
         raise Unavailable("varlen_attn wants head_dim_v = head_dim")
     varlen_attn: Callable[..., Any] = varlen.varlen_attn
-    left = -1 if op.window is None else op.window - 1  # besides the query's own position
+    left = -1 if op.window is None else op.window - 1  # without the query's own position
     options: dict[str, Any] = {"window_size": (left, 0) if op.causal else (-1, -1)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # 2.11 does so unasked
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # 2.11 always does
         options["enable_gqa"] = op.heads != op.kv_heads
     starts = [
         torch.arange(op.batch + 1, dtype=torch.int32, device=device) * length
@@ -160,7 +160,7 @@ def _varlen(op: Attention, device: torch.device) -> Compute:
 
 
 def _activate(backend: str, settings: contextlib.ExitStack) -> None:
-    """Put an installed FlashAttention in the place of torch's own."""
+    """Replace torch's own FlashAttention by the installed package."""
     try:
         torch_attention.activate_flash_attention_impl(backend.upper())
     except ImportError:

@@ -1,18 +1,18 @@
 """Blocks of a model as training runs them: a layer, or a language model's head with its loss.
 
-The first layer of its form or the head of the module of ``nn``, in the case's dtype (plain weights,
-as FSDP2 shows them to compute), split over tp by ``parallel`` where the case says so, all tp groups
-at once;
-compiled as ``parallel`` compiles it: the layer, and of the head the loss. Every expert gets as many
-rows as another. Images arrive channels last, as one layer hands them to the next.
+A block is the first layer of its form, or the head, of the module of ``nn``. It is in the case's
+dtype, with plain weights, as compute sees them under FSDP2. ``parallel`` splits it over tp if the
+case says so, and all tp groups work at once. It is compiled as ``parallel`` does: the layer, or
+only the loss of the head. All experts get equally many rows. Images are channels last, as between
+layers.
 
-Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
-gradients that are None, with an untimed forward before each.
+Forward is timed while it saves for backward; dropping its graph is not timed. Backward is timed
+alone, from gradients that are None, after an untimed forward.
 
 ``saved_bytes`` of a rank is what one forward keeps for backward: the distinct storages of all
-tensors that autograd saves, the block's input included when it is saved, without the parameters
-and the targets. The same rule holds on every device and lowering. (The allocator cannot be asked
-instead: what compiled code saved last stays allocated until the next forward.)
+tensors that autograd saves, with the block's input if it is saved, without the parameters and the
+targets. The rule is the same on every device and lowering. (The allocator's count would be wrong:
+compiled code keeps what it saved last until the next forward.)
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from meshwise.timing import randn
 
 
 class Blocks:
-    """Holds places in tp groups, and the block built last: its forward and backward share it."""
+    """Holds this rank's tp groups, and the last block, which forward and backward cases share."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -47,18 +47,18 @@ class Blocks:
         if self.held is None or self.held[0] != either:
             self.release()
             if case.lowering == "compiled":
-                torch.compiler.reset()  # it refuses to compile one function for a ninth shape
+                torch.compiler.reset()  # torch compiles one function for at most eight shapes
             self.held = either, _Built(op, case.lowering, self._place(op), self.ranks.device)
         return self.held[1].work(case.op.direction)
 
     def release(self) -> None:
-        """Forget the block built last and, compiled code being slow to go, its graph first."""
+        """Forget the last block. Drop its graph first, as compiled code is freed late."""
         if self.held is not None:
             self.held[1].drop()
         self.held = None
 
     def _place(self, op: Block) -> MeshPlace | None:
-        """The place of this rank in its tp group, as if there were no other."""
+        """Return this rank's place in its tp group, as if it were the only group."""
         if op.tp > 1 and op.tp not in self.places:
             all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
             self.places[op.tp] = mesh.build(all_ranks, self.ranks.device.type)
@@ -78,7 +78,7 @@ class _Built:
         self.x = _activation(into, op.dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
         self.constants: list[Tensor] = [*module.parameters()]
-        self.gradient: Tensor | None = None  # of a loss it is 1
+        self.gradient: Tensor | None = None  # None for a loss: it is 1
         if op.part == "layer":
             if lowering == "compiled":
                 module.compile(fullgraph=is_one_graph(module, self.layout), dynamic=False)
@@ -147,13 +147,13 @@ def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Modu
 
 
 def _layer(op: Block) -> int:
-    """The first layer of the block's form."""
+    """Return the index of the first layer of the block's form."""
     forms = [kind.form for kind in layer_kinds(op.model, op.seq_len)]
     return forms.index(op.form) if op.form else 0
 
 
 def _shapes(op: Block) -> tuple[tuple[int, ...], ...]:
-    """Shapes on one rank of a block's input and of a layer's output."""
+    """Return one rank's shapes of the input and of a layer's output."""
     index, rows = _layer(op), op.microbatch_size
     positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
     into, out = (stream_shape(op.model, rows, positions, at) for at in (index, index + 1))
@@ -161,7 +161,7 @@ def _shapes(op: Block) -> tuple[tuple[int, ...], ...]:
 
 
 def _activation(shape: tuple[int, ...], dtype: str, device: torch.device, seed: int) -> Tensor:
-    """[rows, positions, hidden], or images, channels last."""
+    """Make a random activation: [rows, positions, hidden], or images, channels last."""
     if len(shape) == 3:
         return randn(shape, torch_dtype(dtype), device, seed)
     rows, channels, *size = shape
@@ -169,7 +169,7 @@ def _activation(shape: tuple[int, ...], dtype: str, device: torch.device, seed: 
 
 
 def _storage(held: Tensor) -> torch.UntypedStorage:
-    """The memory behind a tensor, through DTensor and tensors that are still on their way."""
+    """Return the memory behind a tensor, also if it is a DTensor or its collective still runs."""
     while hasattr(held, "__tensor_flatten__"):
         (name, *_), _ = held.__tensor_flatten__()
         held = getattr(held, name)

@@ -1,13 +1,13 @@
 """Collectives over groups of ranks, as a mesh's axes make them or as the user names them.
 
-A group of ``size`` ranks ``stride`` apart is {o, o+stride, ..., o+(size-1)*stride}: stride 1 as
-the innermost axis (tp), a larger one as an outer axis (dp); all such groups work at once. A case
-that names its ranks keeps the others idle. ``size_bytes`` is nccl-tests' ``size``.
+A group of ``size`` ranks ``stride`` apart is {o, o+stride, ..., o+(size-1)*stride}: stride 1 is the
+innermost axis (tp), a larger stride an outer axis (dp). All such groups work at once. If a case
+names its ranks, the others are idle. ``size_bytes`` is nccl-tests' ``size``.
 
-Back ends: what torch picks for the device (""), ``gloo`` on host memory, ``nccl`` called directly
+Back ends: torch's choice for the device (""), ``gloo`` on host memory, ``nccl`` called directly
 (``meshwise.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are
-in place; nobody's all_to_all is. Every case can be checked, one call or the many of a graph, on
-data that reveal permutations (``probe.pattern``).
+in place; no back end has all_to_all in place. Every case can be checked, after one call or after
+the many calls of a graph, on data that reveal permutations (``probe.pattern``).
 """
 
 import functools
@@ -25,16 +25,16 @@ from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import IN_PLACE_ONLY, WHOLE
 
-# torch 2.13 renamed these two and warns about the old names, 2.11 has only those.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BATCH = ((64 * 2**20, 20), (2**30, 10))  # calls in a graph up to these sizes
+_BATCH = ((64 * 2**20, 20), (2**30, 10))  # (largest size, calls in a graph)
 _LARGE_BATCH = 4
 
 
 class Party(NamedTuple):
-    """The group of a case that this rank is in: its global ranks, this rank's index there."""
+    """This rank's group in a case: its global ranks, and this rank's index among them."""
 
     ranks: tuple[int, ...]
     here: int
@@ -42,14 +42,14 @@ class Party(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Flat; one overlaps the other where the operation is in place."""
+    """Flat buffers. They overlap if the operation is in place."""
 
     source: torch.Tensor
     result: torch.Tensor
 
 
 def members(world_size: int, size: int, stride: int) -> list[list[int]]:
-    """The groups that tile the world."""
+    """List the groups that tile the world."""
     if world_size % (size * stride):
         raise ValueError(
             f"group_size = {size}, group_stride = {stride}: such groups do not tile "
@@ -62,7 +62,7 @@ def members(world_size: int, size: int, stride: int) -> list[list[int]]:
 class Groups:
     """Process groups, communicators and symmetric memory, made when a case first needs them.
 
-    All ranks build the same case at the same time, so they make the same groups in one order.
+    All ranks build the same case at the same time, so they make groups in the same order.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -72,7 +72,7 @@ class Groups:
         self.heap = symmetric.Heap()
 
     def party(self, op: Collective, backend: str = "") -> Party | None:
-        """The group where this rank works on ``op``; None if it is idle. Every rank must ask."""
+        """Return this rank's group for ``op``; None if it is idle. Every rank must call this."""
         size, stride = op.group_size, op.group_stride
         tiles = [list(op.ranks)] if op.ranks else members(self.ranks.world_size, size, stride)
         if op.ranks and max(op.ranks) >= self.ranks.world_size:
@@ -90,15 +90,15 @@ class Groups:
     def _group(self, tile: tuple[int, ...], library: str) -> dist.ProcessGroup:
         if (tile, library) not in self.groups:
             group = dist.new_group(list(tile), backend=library or None)
-            assert isinstance(group, dist.ProcessGroup | int)  # no member gets a number
+            assert isinstance(group, dist.ProcessGroup | int)  # an int: not a member
             self.groups[tile, library] = group  # type: ignore[assignment]
-            if self.ranks.rank in tile:  # connect, while the others wait at the next gather
+            if self.ranks.rank in tile:  # connect; other ranks wait at the next gather
                 device = torch.device("cpu") if library else self.ranks.device
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
         return self.groups[tile, library]
 
     def communicator(self, op: Collective, party: Party | None) -> nccl.Communicator | None:
-        """A communicator of NCCL's own for the case's group. Every rank must ask."""
+        """Return our own NCCL communicator for the case's group. Every rank must call this."""
         known = party is not None and party.ranks in self.communicators
         if not all(self.ranks.gather(known or party is None)):
             leads = party is not None and party.here == 0
@@ -141,7 +141,7 @@ def build(case: Case, groups: Groups) -> Work:
 
 
 def batch(op: Collective) -> int:
-    """Calls that are timed as one where a regime does so: fewer of the large ones."""
+    """Return how many calls are timed as one, in regimes that do so: fewer for large messages."""
     return next((calls for limit, calls in _BATCH if op.size_bytes <= limit), _LARGE_BATCH)
 
 
@@ -171,7 +171,7 @@ def _check_offered(op: Collective, backend: str) -> None:
 
 
 def _lengths(op: Collective, here: int) -> tuple[int, int]:
-    """Elements that a rank sends and receives."""
+    """Return the elements that a rank sends and receives."""
     size = torch_dtype(op.dtype).itemsize
     total, rest = divmod(op.size_bytes, size * (1 if op.kind in WHOLE else op.group_size))
     if op.splits:
@@ -191,7 +191,7 @@ def _lengths(op: Collective, here: int) -> tuple[int, int]:
 
 
 def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
-    """Buffers that a rank of the group sends from and receives into."""
+    """Allocate the buffers that a rank of the group sends from and receives into."""
     dtype = torch_dtype(op.dtype)
     sent, received = _lengths(op, here)
     larger = torch.empty(max(sent, received), dtype=dtype, device=device)
@@ -206,8 +206,8 @@ def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
 
 
 def communicate(op: Collective, buffers: Buffers, party: Party) -> None:
-    """One operation by torch.distributed. A repeated all-reduce sums its own sums: they overflow,
-    at no cost in time."""
+    """Run one operation by torch.distributed. A repeated all-reduce sums its own sums; they
+    overflow, which does not change its time."""
     (source, result), group, here = buffers, party.group, party.here
     parts = functools.partial(torch.chunk, chunks=op.group_size)
     if op.kind == "all_reduce":
@@ -236,7 +236,7 @@ def communicate(op: Collective, buffers: Buffers, party: Party) -> None:
 
 
 def _send(op: Collective, buffers: Buffers, party: Party) -> None:
-    """A ring shift, or one message from the first of the case's ranks to the last."""
+    """Run a ring shift, or send one message from the first of the case's ranks to the last."""
     ends, n, here = [], op.group_size, party.here
     peer = functools.partial(dist.P2POp, group=party.group)
     if op.kind == "send_recv" or here == 0:
@@ -268,9 +268,9 @@ def _direct(
 def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
-    """Return the check of the result after so many calls; an idle rank has nothing to check."""
+    """Return the check after so many calls; None if there is none. On an idle rank it passes."""
     tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
-    # gloo reduces in the buffers of all ranks: what the next call adds up is nobody's promise
+    # gloo's reduce overwrites the buffers of all ranks, so the next call's result is undefined
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"
     if tolerance is None or scratch:
         return None

@@ -1,13 +1,13 @@
-"""The loop over cases: all ranks measure one after the other, and every finished one is on disk.
+"""The loop over cases. All ranks measure one case after another, and save each finished one.
 
-In: cases, and how one is measured. Out: one ``Sample`` a case in the run directory, written by
-rank 0 as it is measured. A case that cannot be measured is a sample, too: out of memory on one rank
-is ``oom`` on all, a missing back end ``skipped``, any other failure ``error``. A transfer that
-failed ends the job, since the ranks no longer know of each other: ``current.json`` in the run
-directory then says which case it was.
+In: cases, and a function that measures one. Out: one ``Sample`` for each case in the run directory,
+which rank 0 writes at once. A case that cannot be measured is a sample too: out of memory on one
+rank is ``oom`` on all, a missing back end ``skipped``, any other failure ``error``. A failed
+transfer ends the job, since the ranks no longer know each other's state. ``current.json`` in the
+run directory then names the case.
 
-Rank 0 decides whether the next case still fits the budget. One that does not is passed over for
-cheaper ones and leaves no sample, so that a resumed run measures it.
+Rank 0 decides whether the next case still fits the budget. If not, cheaper cases may still run. A
+case passed over leaves no sample, so a resumed run measures it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ CURRENT = "current.json"  # the case in hand, while it is measured
 
 
 class Failed(Exception):
-    """A case that cannot be measured, on all ranks alike. ``lost``: some ranks may still wait in
+    """A case that cannot be measured, raised on all ranks. ``lost``: some ranks may still wait in
     its transfers."""
 
     def __init__(
@@ -50,10 +50,10 @@ class Outcome(NamedTuple):
 
 
 def together(ranks: Ranks, work: Callable[[], T], *, transfers: bool = False, waits: str = "") -> T:
-    """This rank's result of ``work``; what fails on one rank raises Failed on all.
+    """Return this rank's result of ``work``. A failure on one rank raises Failed on all.
 
-    ``transfers``: others may wait for what failed here, so that only lack of memory, of a back end
-    or of sense is told, and any other error ends the job. ``waits`` is that of ``Ranks.together``.
+    ``transfers``: other ranks may wait for this one. So only a lack of memory, a missing back end
+    or a ValueError becomes Failed; any other error ends the job. ``waits``: see ``Ranks.together``.
     """
 
     def told(error: Exception) -> tuple[Status, str] | None:
@@ -83,8 +83,8 @@ def outcome(
     measure: Callable[[], tuple[timing.Timed, Metrics, str]],
     known: Metrics | None = None,
 ) -> Outcome:
-    """The sample of what ``measure`` finds: times, metrics, a remark. ``known``: metrics known
-    before, which a failure has, too."""
+    """Make a sample of what ``measure`` returns: times, metrics, a remark. ``known``: metrics known
+    before; a sample of a failure has them too."""
     sample = partial(Sample, case_id=case.id, case=case, method_version=timing.METHOD_VERSION)
     known = known or {}
     try:
@@ -93,7 +93,7 @@ def outcome(
         metrics = known | failed.metrics
         found = sample(status=failed.status, reason=failed.reason, metrics=metrics)
         return Outcome(found, failed.lost)
-    except torch.OutOfMemoryError as error:  # of the timing loop, on all ranks
+    except torch.OutOfMemoryError as error:  # from the timing loop, on all ranks
         return Outcome(sample(status="oom", reason=first_line(error), metrics=known))
     return Outcome(
         sample(
@@ -118,10 +118,10 @@ def measure_all(
     budget_s: float | None = None,
     follow: Callable[[], list[Case]] = list,
 ) -> str:
-    """Measure the cases and those that ``follow`` them, round by round; which are left, or nothing.
-    Of cases that did not fit the budget none follows. All ranks call this with the same cases."""
+    """Measure the cases, then round by round those that ``follow``. Say how many are left, or "".
+    Nothing follows once a case did not fit the budget. All ranks must pass the same cases."""
     todo, missed, folder = list(cases), 0, Path(run_dir)
-    pace = Pace(estimate_s, todo, budget_s) if ranks.rank == 0 else None  # it alone decides
+    pace = Pace(estimate_s, todo, budget_s) if ranks.rank == 0 else None  # only rank 0 decides
     with Progress(len(todo), visible=pace is not None) as progress:
         while todo:
             for case in todo:

@@ -1,22 +1,21 @@
-"""Operations of one device, made ready: products, convolutions, memory-bound work; and attention.
+"""Build operations of one device: products, convolutions, memory-bound work; and attention.
 
 **Matrix products**: C[m,n] = A[m,k] B[k,n] into a preallocated C, operands stored as the case says.
 A linear layer's forward stores B transposed (the weight is [n,k]), its input gradient stores
-neither, its weight gradient stores A transposed. fp8 is e4m3: normal numbers scaled so that the
-largest of the tensor, or of each row of A and column of B, is e4m3's largest (448), the sum kept in
-full precision, C in bf16. Grouped products allocate their result, as torch has no way to give one,
-but those of equal groups that are batched.
+neither transposed, its weight gradient stores A transposed. fp8 is e4m3: normal random numbers,
+scaled so that the largest of the tensor, or of each row of A and column of B, is e4m3's largest
+(448). Sums are in full precision, C in bf16. Grouped products allocate their result, since torch
+takes no buffer for it, except batched ones (groups of equal size).
 
-**Convolutions** by cuDNN or oneDNN, each product alone: y of x and w, dx of dy and w, dw of dy, x.
-Channels last, weights too, padded by kernel // 2. The library guesses which of its algorithms is
-fastest, as in a step: none is tried out. Results are allocated, since torch takes no buffer for
-them.
+**Convolutions** by cuDNN or oneDNN, each product alone: y from x and w, dx from dy and w, dw from
+dy and x. Channels last, also for weights; padding is kernel // 2. As in a step, the library guesses
+its fastest algorithm and tries none. Results are allocated, since torch takes no buffer for them.
 
-**Memory-bound work**: copies, by whose curve elementwise work is priced, and the optimizer. adamw
-is one fused step over one flat fp32 parameter: p, g, m, v read and p, m, v written, 28 bytes an
-element. h2d and d2h copy between pinned memory of the host and the device.
+**Memory-bound work**: copies, whose curve prices elementwise work, and the optimizer. adamw is one
+fused step over one flat fp32 parameter: it reads p, g, m, v and writes p, m, v, 28 bytes an
+element. h2d and d2h copy between pinned host memory and the device.
 
-tf32 and fp32 are work on fp32 tensors with torch's precision set to one or the other.
+tf32 and fp32 both work on fp32 tensors, with torch's precision set to one or the other.
 """
 
 import contextlib
@@ -43,17 +42,17 @@ from meshwise.timing import randn
 
 FP32_BYTES = 4
 _FP8 = torch.float8_e4m3fn
-_ALIGNED_ROWS = 8  # experts' rows are padded to it: 16 bytes of bf16, which the kernels ask for
-_OUTPUTS = {"dgrad": [True, False, False], "wgrad": [False, True, False]}  # dx, dw, of a bias
+_ALIGNED_ROWS = 8  # experts' rows are padded to this: kernels need 16 bytes, 8 of bf16
+_OUTPUTS = {"dgrad": [True, False, False], "wgrad": [False, True, False]}  # dx, dw, db
 
 
 def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> Work:
-    """``settings`` keeps torch's precision, or attention's kernel, as the case needs it until the
-    caller closes it."""
+    """Build a case. ``settings`` fixes torch's precision, or attention's kernel, until the caller
+    closes it."""
     op = case.op
     if isinstance(op, Attention):
         return attention.build(case, device, settings)
-    make: Any  # of the operation, the device and a seed: a call
+    make: Any  # (operation, device, seed) -> a call
     if isinstance(op, Gemm):
         settings.enter_context(fp32_precision(op.dtype, device))
         make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _product
@@ -85,7 +84,7 @@ def _product(op: Gemm, device: torch.device, seed: int) -> Call:
 def _operand(
     shape: tuple[int, ...], transposed: bool, dtype: torch.dtype, device: torch.device, seed: int
 ) -> torch.Tensor:
-    """A tensor of ``shape``, its last two dims stored the other way round when ``transposed``."""
+    """Make a tensor of ``shape``. If ``transposed``, its last two dims are stored swapped."""
     if transposed:
         return randn((*shape[:-2], shape[-1], shape[-2]), dtype, device, seed).mT
     return randn(shape, dtype, device, seed)
@@ -103,14 +102,14 @@ def _scaled(op: Gemm, device: torch.device, seed: int) -> Call:
 
 
 def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 numbers, and the fp32 scale that turns them back into ``x``: [1, 1] or [rows, 1]."""
+    """Return e4m3 elements, and the fp32 scale that maps them to ``x``: [1, 1] or [rows, 1]."""
     largest = x.abs().amax(dim=1, keepdim=True) if scaling == "row" else x.abs().amax().view(1, 1)
     scale = largest / torch.finfo(_FP8).max
     return (x / scale).to(_FP8), scale
 
 
 def _batched(op: Gemm, device: torch.device, seed: int) -> Call:
-    """One product of stacked matrices; in each a share of the rows that are divided."""
+    """Build one product of stacked matrices. Each has an equal share of the rows."""
     if op.dtype in ("fp8", "tf32"):
         raise Unavailable(f"no probe for batched products in {op.dtype}; measure bf16")
     n, m, k = op.groups, op.m, op.k
@@ -123,7 +122,7 @@ def _batched(op: Gemm, device: torch.device, seed: int) -> Call:
 
 
 def _grouped(op: Gemm, device: torch.device, seed: int) -> Call:
-    """Groups of equal size, as near as their alignment allows."""
+    """Build a grouped product, with groups as equal as alignment allows."""
     if op.dtype not in ("bf16", "fp16", "fp32"):
         raise Unavailable(f"no probe for grouped products in {op.dtype}; measure bf16")
     if op.trans_a and op.trans_b:
@@ -138,7 +137,7 @@ def _grouped(op: Gemm, device: torch.device, seed: int) -> Call:
 
 
 def group_ends(rows: int, groups: int) -> list[int]:
-    """The end of each of ``groups`` among ``rows``."""
+    """Return the end row of each of ``groups`` groups that divide ``rows``."""
     step = _ALIGNED_ROWS if rows >= _ALIGNED_ROWS * groups else 1
     return [rows * i // groups // step * step for i in range(1, groups)] + [rows]
 

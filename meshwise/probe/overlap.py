@@ -1,19 +1,19 @@
 """Compute and a collective at once: how much slower is each than alone?
 
-In: an ``Overlap`` case. Out: the times of one compute while collectives run, and as metrics
+In: an ``Overlap`` case. Out: the times of the compute while collectives run, and metrics:
 
     compute_alone_s, collective_alone_s, collective_beside_s   medians
     compute_slowdown, collective_slowdown                      beside / alone, of medians
     compute_covered, collective_covered                        share of the timed calls that ended
                                                                while the other work still ran
 
-All by the one timing loop, in turns: each alone, then each beside the other, and all again, so
-that clocks that drift do so for all. Before each timed call as much of the other work is started
-as outlasts it; it runs on a stream of its own (on a CPU in a thread of its own), and the timed
-call waits until the first piece of it is done and the next under way: work that fills the device
-and began first would keep the other out. Collectives run at high priority, as FSDP2's do. The
-number of pieces follows from the gathered times of each alone: all ranks issue equally many
-collectives. Where ``covered`` is below 1 the slowdown is understated by the calls that ended alone.
+The timing loop measures each alone, then each beside the other, and then all four again, so that
+drifting clocks affect all. Before each timed call, enough of the other work is started to outlast
+it, on its own stream (on a CPU in its own thread). The timed call waits until the first piece of
+the other work is done and the next has begun. Otherwise, timed work that fills the device could
+keep the other out. Collectives run at high priority, as FSDP2's do. The number of pieces follows
+from the gathered times of each alone, so all ranks issue equally many collectives. If ``covered``
+is below 1, some calls ended alone, and the slowdown is understated.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ from meshwise.ranks import Ranks
 from meshwise.spec import Case, Overlap
 from meshwise.timing import Timed
 
-_OUTLAST = 4.0  # the other work is this much longer than a timed call is alone
+_OUTLAST = 4.0  # the other work lasts this many times a timed call alone
 _ROUNDS = 2
-_LEAD_CYCLES = 40_000  # of the device's clock, some 20 us: the other work's next piece has begun
+_LEAD_CYCLES = 40_000  # some 20 us of device clock, until the other work's next piece has begun
 
 
 def build(case: Case, groups: collectives.Groups, settings: contextlib.ExitStack) -> Work:
-    """``Case.backend`` is the collective's. ``settings`` is as ``operators.build`` uses it."""
+    """Build a case. ``Case.backend`` is the collective's. ``settings``: see ``operators.build``."""
     op = case.op
     assert isinstance(op, Overlap)
     alone = msgspec.structs.replace(case, op=op.compute, backend="")
@@ -59,8 +59,8 @@ def measure(
     max_seconds: float,
     then: Callable[[Call], None] | None = None,
 ) -> Timed:
-    """Every rank must call this together. ``max_seconds`` is for each of the four measurements.
-    ``then`` gets a collective beside compute, to see whether its result is right there as well."""
+    """Measure. All ranks must call this together. ``max_seconds`` is for each of the four
+    measurements. ``then`` gets a collective beside compute, to check its result there too."""
     share_s = max_seconds / _ROUNDS
     take = functools.partial(timing.measure, ranks=ranks, regime="warm", max_seconds=share_s)
     alone: tuple[list[Timed], list[Timed]] = ([], [])
@@ -73,14 +73,14 @@ def measure(
         alone[1].append(take([collective], distributed=True))
         once_s = (_median(alone[0]), _median(alone[1]))
 
-        # one piece more than outlasts it, to be under way
+        # one piece more than needed: the first is over before the timed call
         pieces = 1 + math.ceil(_OUTLAST * once_s[0] / once_s[1])
         others = _Others(collective, pieces, ranks, lanes[-1] if lanes else None)
         calls = [functools.partial(_both, compute, others.note)]
         beside[0].append(take(calls, distributed=False, prepare=others.start))
         covered[0].extend(others.finish())
 
-        # an untimed collective before the timed one brings the ranks together
+        # an untimed collective before the timed one lines up the ranks
         pieces = 1 + math.ceil(2 * _OUTLAST * once_s[1] / once_s[0])
         others = _Others(compute, pieces, ranks, lanes[0] if lanes else None)
         calls = [functools.partial(_both, collective, others.note)]
@@ -122,7 +122,7 @@ def _joined(rounds: list[Timed], metrics: dict[str, float | tuple[float, ...]]) 
 
 
 class _Others:
-    """Holds the other work: on a stream of its own, or on a CPU in a thread of its own."""
+    """Runs the other work: on its own stream, or on a CPU in its own thread."""
 
     def __init__(
         self, call: Call, pieces: int, ranks: Ranks, stream: torch.cuda.Stream | None
@@ -135,7 +135,7 @@ class _Others:
         self.running: Future[None] | None = None
 
     def start(self) -> None:
-        """Start all pieces behind those of the last time; go on when the first one is done."""
+        """Start all pieces, after those of the last call; continue when the first piece is done."""
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
                 self.call()
@@ -153,7 +153,7 @@ class _Others:
         self.noted.append(self.mark())
 
     def finish(self) -> list[bool]:
-        """Wait for the rest; of every timed call, whether the work outlasted it."""
+        """Wait for the rest; return for each timed call whether the other work outlasted it."""
         if self.pool is not None:
             self._join()
             self.pool.shutdown()

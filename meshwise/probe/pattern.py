@@ -1,13 +1,13 @@
 """Data that show where every element of a collective's result came from.
 
-Element ``i`` of rank ``r`` is a small whole number, f(r, i), that every dtype holds exactly, also
-summed over the ranks. Neighbouring ranks, shifted indices and exchanged parts all give other
-numbers, so a result that is permuted, stale or partly written is seen.
+Element ``i`` of rank ``r`` is a small whole number, f(r, i), which every dtype holds exactly, even
+summed over the ranks. Other ranks, shifted indices and swapped parts give different numbers, so the
+check finds a result that is permuted, stale or partly written.
 
-``pieces`` says of which elements of which ranks a rank's result is made; it is the definition of
-each collective, written without any communication. A graph holds many calls, and in place a sum is
-the next call's source: after k calls all_reduce gives n^(k-1) times the sum over n ranks, reduce
-and reduce_scatter the own element and k times the others'.
+``pieces`` says which elements of which ranks make up a rank's result. It defines each collective
+without any communication. A graph holds many calls, and in place each sum is the next call's
+source. After k calls all_reduce gives n^(k-1) times the sum over n ranks; reduce and reduce_scatter
+give the own element plus k times the others'.
 """
 
 from itertools import repeat
@@ -18,15 +18,15 @@ import torch
 from meshwise.spec import DTYPE_BYTES, Collective
 from meshwise.spec.op import ROOTED
 
-_PRIMES = (251, 127, 61, 31, 13, 7, 3)  # of which the largest whose sums stay exact is taken
-_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11}  # whole numbers up to here; else 2^20
+_PRIMES = (251, 127, 61, 31, 13, 7, 3)  # the largest prime with exact sums is used
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11}  # exact up to here; other dtypes 2^20
 _CHUNK = 2**24
-POISON = -1  # never a right element
+POISON = -1  # never a correct element
 
 
 class PatternPiece(NamedTuple):
-    """``length`` elements of the result from ``at`` on: the sum over ``sources`` (ranks of the
-    group) of their elements from ``start`` on, each so many ``times`` (once)."""
+    """``length`` elements of the result from ``at`` on. They are the sum over ``sources`` (ranks of
+    the group) of their elements from ``start`` on, each multiplied by its ``times`` (default 1)."""
 
     at: int
     length: int
@@ -36,7 +36,7 @@ class PatternPiece(NamedTuple):
 
 
 def pieces(op: Collective, here: int, calls: int = 1) -> list[PatternPiece]:
-    """The result that the group's rank ``here`` must hold after so many calls, if it has any."""
+    """Return the result that the group's rank ``here`` must hold after ``calls`` calls, if any."""
     n, size = op.group_size, DTYPE_BYTES[op.dtype]
     total, everybody = op.size_bytes // size, tuple(range(op.group_size))
     part = total // n
@@ -62,7 +62,7 @@ def pieces(op: Collective, here: int, calls: int = 1) -> list[PatternPiece]:
 
 
 def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
-    """Count how often the sum of rank ``here`` holds each rank's element, after so many calls."""
+    """Return how often rank ``here``'s sum contains each rank's element after ``calls`` calls."""
     if not op.in_place:
         return ()
     if op.kind == "all_reduce":
@@ -71,7 +71,7 @@ def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
 
 
 def num_summed(op: Collective, calls: int = 1) -> int:
-    """Count the elements that are added up before the sum grows by whole factors alone."""
+    """Count a sum's elements; for all_reduce after two calls, since later ones only multiply it."""
     if op.kind not in ("all_reduce", "reduce", "reduce_scatter"):
         return 1
     if not op.in_place or calls == 1:
@@ -80,19 +80,19 @@ def num_summed(op: Collective, calls: int = 1) -> int:
 
 
 def tolerance(op: Collective, dtype: torch.dtype, calls: int = 1) -> float | None:
-    """The relative error that rounding may make: 0 where all sums are whole numbers that the dtype
-    holds, but for a factor of a power of 2; None where it may hide anything."""
+    """Return the relative error that rounding may cause. It is 0 if the dtype holds all sums, up to
+    a factor of a power of 2, and None if rounding could hide any error."""
     if num_summed(op, calls) > _EXACT.get(dtype, 2**20):
         return None
     n = op.group_size
     if calls == 1 or op.kind != "all_reduce" or not op.in_place or n & (n - 1) == 0:
         return 0.0
-    most = (1 + torch.finfo(dtype).eps / 2) ** (calls * (n - 1)) - 1  # no term is negative
+    most = (1 + torch.finfo(dtype).eps / 2) ** (calls * (n - 1)) - 1  # as no term is negative
     return most if most < 1 else None
 
 
 def fill(tensor: torch.Tensor, rank: int, num_summed: int) -> None:
-    """Make a flat tensor rank ``rank``'s source, of which ``num_summed`` will be added up."""
+    """Fill a flat tensor with ``rank``'s source. ``num_summed``: how many such will be summed."""
     for at in range(0, len(tensor), _CHUNK):
         part = tensor[at : at + _CHUNK]
         part.copy_(_values(part, rank, at, num_summed))
@@ -101,7 +101,7 @@ def fill(tensor: torch.Tensor, rank: int, num_summed: int) -> None:
 def num_wrong(
     result: torch.Tensor, wanted: list[PatternPiece], num_summed: int, tolerance: float = 0.0
 ) -> int:
-    """Count the elements of a flat result that are not what the pieces say."""
+    """Count the elements of a flat result that differ from the pieces."""
     wrong = 0
     for piece in wanted:
         for done in range(0, piece.length, _CHUNK):
@@ -111,7 +111,7 @@ def num_wrong(
             for rank, times in zip(piece.sources, piece.times or repeat(1.0), strict=False):
                 values = _values(part, rank, piece.start + done, num_summed)
                 right += times * values.double()  # a float times int64 would be fp32
-            off = part != right.to(part.dtype)  # infinite alike where the dtype ends
+            off = part != right.to(part.dtype)  # both are infinite beyond the dtype's range
             if tolerance:
                 off &= ~((part.double() - right).abs() <= tolerance * right)
             wrong += int(off.sum())
@@ -119,12 +119,12 @@ def num_wrong(
 
 
 def _values(like: torch.Tensor, rank: int, start: int, num_summed: int) -> torch.Tensor:
-    """f(rank, start), f(rank, start + 1), ... as int64, one for each element of ``like``."""
+    """Return f(rank, start), f(rank, start + 1), ... as int64, one for each element of ``like``."""
     most = _EXACT.get(like.dtype, 2**20) // num_summed
     prime = next((prime for prime in _PRIMES if prime - 1 <= most), 2)
     index = torch.arange(start, start + len(like), device=like.device)
     index ^= index >> 7
     values = (index * 48271 + 65537 * (rank + 1)) % prime  # primes, as is ``prime``
-    if num_summed > 1:  # some are 0 on all ranks: sums over all residues would be much alike
+    if num_summed > 1:  # make some 0 on all ranks, or sums over all residues are much alike
         values *= index % 3 > 0
     return values

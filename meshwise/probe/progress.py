@@ -1,7 +1,7 @@
-"""Shows how far a sweep is and how long it still takes, as rank 0 sees it. No torch.
+"""Show how far a sweep is and how long it still takes, as rank 0 sees it. No torch.
 
-On a terminal a bar with the case in hand; elsewhere one plain line a case. Standard error in both
-cases: standard output is for documents.
+A terminal gets a bar with the last case, anything else a plain line for each case. Both go to
+standard error, because standard output is for documents.
 """
 
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """The clock of a sweep: estimates, corrected by how long cases of a kind really took."""
+    """Estimates how long a sweep takes, corrected by how long cases of each kind really took."""
 
     def __init__(
         self, estimate_s: Callable[[Case], float], cases: list[Case], budget_s: float | None
@@ -32,12 +32,12 @@ class Pace:
         self.add(cases)
 
     def add(self, cases: list[Case]) -> None:
-        """More to do."""
+        """Add cases that wait."""
         self.waiting |= {case: self.estimate_s(case) for case in cases}
 
     def fits(self, case: Case) -> bool:
-        """Whether ``case`` should end within the budget. The first always does, so that a sweep
-        resumed again and again comes to its end."""
+        """Whether ``case`` should end within the budget. The first case always does, so a sweep
+        that is resumed often enough finishes."""
         self.mark = time.monotonic()
         if self.budget_s is None or not self.seen:
             return True
@@ -49,7 +49,7 @@ class Pace:
         self.seen[_kind(case)] = (estimated + self.waiting.pop(case), measured + took)
 
     def remaining_s(self) -> float:
-        """The seconds of all that waits, or of the budget when that is less."""
+        """Return the seconds of all waiting cases, or the rest of the budget if that is less."""
         all_s = sum(map(self._corrected_s, self.waiting))
         if self.budget_s is None:
             return all_s
@@ -61,13 +61,13 @@ class Pace:
 
 
 def _kind(case: Case) -> tuple[str, ...]:
-    """The fields that cases must share for one's duration to tell another's."""
+    """Return the fields that cases share if one's duration predicts another's."""
     fields = (getattr(case.op, field, "") for field in ("kind", "part", "direction"))
     return (type(case.op).__name__, *fields, case.lowering, case.regime, case.backend)
 
 
 class Progress:
-    """Shows the sweep while it is open; invisible on all ranks but the first."""
+    """Shows the sweep while it is open. Only rank 0's is visible."""
 
     def __init__(self, total: int, *, visible: bool) -> None:
         self.total, self.visible, self.count = total, visible, 0
@@ -80,7 +80,7 @@ class Progress:
             from rich.progress import Progress as Bar
 
             text = TextColumn("{task.description}", markup=False)
-            # drawn between cases only: a thread that draws would take time from what is timed
+            # drawn only between cases: a drawing thread would disturb the timing
             self.bar = Bar(
                 BarColumn(), MofNCompleteColumn(), text,
                 console=Console(stderr=True), transient=True, auto_refresh=False,
@@ -94,7 +94,7 @@ class Progress:
             self.bar.stop()
 
     def add(self, count: int) -> None:
-        """More to do, which follows from what was measured."""
+        """Add ``count`` cases that follow from the results."""
         self.total += count
         if count and self.visible and self.bar is None:
             print(f"{count} more cases follow from these", file=sys.stderr, flush=True)
@@ -102,7 +102,7 @@ class Progress:
             self.bar.update(self.bar.task_ids[0], total=self.total)
 
     def pass_over(self) -> None:
-        """A case that does not fit the budget: it counts, and is not shown."""
+        """Count a case that does not fit the budget, without showing it."""
         self.count += 1
 
     def end(self, sample: Sample, remaining_s: float) -> None:

@@ -1,16 +1,16 @@
-"""Measures one refit on all ranks: allocate both models, move, time, check every element.
+"""Measure one refit on all ranks: allocate both models, move, time, check every element.
 
-In: a ``RefitRequest`` as JSON. Out: one ``Sample`` in the run directory, written by rank 0. Its
-times are of the blocking regime: ranks meet, each calls ``refit()`` and waits for its device, and
-the largest over ranks counts. Sources are synthetic (``elements``). After the timing they get a new
-version, the destination is overwritten, and after one more refit every destination element is
-compared with what its name and place demand: a wrong one makes the sample an error without times.
+In: a ``RefitRequest`` as JSON. Out: one ``Sample`` in the run directory, written by rank 0. Times
+are of the blocking regime: ranks meet, each calls ``refit()`` and waits for its device, and the
+slowest rank counts. Sources are synthetic (``elements``). After the timing the sources get a new
+version and the destination is overwritten. After one more refit every destination element is
+compared with the bits for its name and place. A wrong one makes the sample an error without times.
 
-Metrics, a number a rank where they are tuples: ``received_bytes``, ``sent_bytes`` and
-``extra_bytes`` of one refit as it counts them, ``allocated_bytes`` (the allocator's peak above the
-two models), ``device_bytes`` (what the device lacks besides, libraries' buffers included),
-``source_bytes``, ``destination_bytes``; ``phase_NAME_s``, each alone, of the slowest rank;
-``compared`` elements; and what the request knows already.
+Metrics (tuples have one number for each rank): ``received_bytes``, ``sent_bytes`` and
+``extra_bytes`` of one refit as it counts them; ``allocated_bytes`` (the allocator's peak above the
+two models); ``device_bytes`` (the device memory taken since then, with libraries' buffers);
+``source_bytes``, ``destination_bytes``; ``phase_NAME_s``, each phase alone, on the slowest rank;
+``compared`` elements; and the metrics of the request.
 """
 
 import functools
@@ -33,12 +33,12 @@ from meshwise.reshard.weights import Moved, Refit
 from meshwise.spec import Case, Record, Resharding
 from meshwise.spec.label import label
 
-_FOREVER_S = 1e9  # the number of iterations decides
+_FOREVER_S = 1e9  # only the number of iterations ends the timing
 
 
 class RefitRequest(Record, kw_only=True):
-    """The number of refits of a case, and whether to compare every element afterwards.
-    ``metrics``: known before it runs."""
+    """A case to measure, the number of its refits, and whether to compare every element
+    afterwards. ``metrics``: known before it runs."""
 
     case: Case
     run_dir: str
@@ -47,7 +47,7 @@ class RefitRequest(Record, kw_only=True):
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls this with the same request."""
+    """Measure the request. Every rank must call this with the same one."""
     asked = msgspec.json.decode(request, type=RefitRequest)
     case = asked.case
     ranks.at(label(case))
@@ -58,7 +58,7 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 class _Models(NamedTuple):
-    """Both models as all ranks should hold them, and this rank's tensors."""
+    """Both models: what every rank should hold, and this rank's tensors."""
 
     source_plan: Holdings
     destination_plan: Holdings
@@ -75,8 +75,8 @@ def _measure(asked: RefitRequest, ranks: Ranks) -> tuple[timing.Timed, Metrics, 
     refit = together(ranks, lambda: _refit(case, op, models, ranks))
     try:
         timed, metrics = _timed(asked, refit, op, models, memory, ranks)
-    except (Failed, torch.OutOfMemoryError):  # on all ranks alike
-        refit.close()  # not after any other error: nobody may answer
+    except (Failed, torch.OutOfMemoryError):  # raised on all ranks
+        refit.close()  # not after any other error: other ranks may not answer
         raise
     refit.close()
     return timed, metrics, f"auto chose {refit.method}" if case.backend == "auto" else ""
@@ -145,7 +145,7 @@ def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
 
 
 def _renew(models: _Models, ranks: Ranks, version: int) -> None:
-    """Sources of a new version; a destination that holds none of any."""
+    """Write a new version into the sources, and overwrite the destination with poison."""
     elements.write(models.source, models.source_plan, ranks.rank, version)
     elements.poison(models.destination)
     if ranks.device.type == "cuda":
@@ -154,7 +154,7 @@ def _renew(models: _Models, ranks: Ranks, version: int) -> None:
 
 
 def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
-    """Make ready for a refit, untimed: weights change if only changes are sent; all ranks meet."""
+    """Return what runs untimed before a refit: ranks meet, and with delta some weights change."""
     if op.changed is None:
         return ranks.start_together
     every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
@@ -168,7 +168,7 @@ def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]
 
 
 def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
-    """Elements compared on all ranks; Failed names the first rank and tensor that is wrong."""
+    """Check one refit; return the elements compared. Failed names the first wrong rank, tensor."""
     _renew(models, ranks, version=2)
     ranks.barrier("the check")
     refit()
@@ -186,7 +186,7 @@ def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
 
 
 def _totals(moved: list[Moved], models: _Models, memory: "_RefitMemory", ranks: Ranks) -> Metrics:
-    """The metrics of the timed refits, alike on all ranks."""
+    """Return the metrics of the timed refits, the same on all ranks."""
     mine = {
         "received_bytes": moved[-1].received_bytes,
         "sent_bytes": moved[-1].sent_bytes,
@@ -204,7 +204,7 @@ def _num_bytes(own: Mapping[str, Tensor]) -> int:
 
 
 class _RefitMemory:
-    """Counts how much more a device lacks than when this was made; on a CPU nobody counts."""
+    """Measures device memory taken since this object was made; a CPU gives no figures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

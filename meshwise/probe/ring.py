@@ -1,19 +1,19 @@
-"""Measures ring attention on all ranks: a case after the other, every finished one on disk.
+"""Measure ring attention on all ranks, one case after another, each saved when it is finished.
 
-In: a ``RingRequest`` as JSON. Out: one ``Sample`` a case in the run directory, written by rank 0.
-The world is cut into rings of ``case.world_size`` consecutive ranks, and all rings work at once,
-each on a batch of its own; an iteration takes as long as its slowest rank in any ring. ``times_s``
-are of forward and backward, or of the forward alone if the operation says so.
+In: a ``RingRequest`` as JSON. Out: one ``Sample`` for each case in the run directory, written by
+rank 0. The world is cut into rings of ``case.world_size`` consecutive ranks. All rings work at
+once, each on its own batch; an iteration takes as long as the slowest rank of any ring. ``times_s``
+are of forward and backward, or only of forward if the operation says so.
 
-Metrics, a number a rank where the name says bytes: ``sent_bytes``, ``received_bytes`` and
-``collectives`` of one iteration, ``peak_bytes`` and ``reserved_bytes`` of the device while it was
-timed; ``forward_rank_times_s``, rank 0's iterations, then rank 1's, and so on; ``muted_times_s``,
-the same computation with local stand-ins for transfers; ``transfer_times_s``, the transfers of one
-iteration back to back and nothing else; ``world_size``; and what the request knows already.
+Metrics (bytes and ``collectives`` for each rank): ``sent_bytes``, ``received_bytes`` and
+``collectives`` of one iteration; ``peak_bytes`` and ``reserved_bytes`` of the device during timing;
+``forward_rank_times_s``, rank 0's iterations, then rank 1's, and so on; ``muted_times_s``, the same
+computation with local stand-ins for transfers; ``transfer_times_s``, only the transfers of one
+iteration, back to back; ``world_size``; and the figures that the request knows before.
 
-A case that lacks memory or is refused leaves a sample, and the others follow (``loop``). If only
-some ranks of a ring failed, transfers may be under way that nobody ends, so the job ends too, after
-the case is on disk.
+A case that lacks memory or is refused leaves a sample, and the next cases run (``loop``). If only
+some ranks of a ring fail, the others may wait in transfers that never end. So the job ends too,
+after the case is on disk.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ from meshwise.spec.record import NonNegative, Positive
 
 T = TypeVar("T")
 KERNEL = "MESHWISE_ATTENTION"
-_FOREVER_S = 1e9  # the number of iterations decides
+_FOREVER_S = 1e9  # only the number of iterations ends the timing
 _UNTIMED = 3  # the first call, and two of the timing loop
 
 
 class RingRequest(Record, kw_only=True):
-    """``known``: of each case, the metrics known before it runs, and its strategy. ``trace``: where
-    ranks leave a Chrome trace of the first case, as PATH_rank0.json."""
+    """Cases to measure. ``known``: each case's metrics known before it runs, and its strategy.
+    ``trace``: the PATH of Chrome traces of the first case, as PATH_rank0.json."""
 
     cases: tuple[Case, ...]
     known: tuple[tuple[dict[str, tuple[float, ...]], str], ...]
@@ -60,7 +60,7 @@ class RingRequest(Record, kw_only=True):
 
 
 class RankRing(NamedTuple):
-    """This rank's ring. The wire's rank is the place in it."""
+    """This rank's ring. ``wire.rank`` is its place in the ring."""
 
     wire: Wire
     shards: Shards
@@ -72,7 +72,7 @@ class RankRing(NamedTuple):
 
 
 class Rings:
-    """The groups of ranks, made once for each size; all ranks must ask for the same in turn."""
+    """The groups of ranks, made once for each size. All ranks must ask for sizes in one order."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -95,21 +95,21 @@ class Rings:
 
 
 def agreed(ring: RankRing, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; what fails on one rank raises Failed on all."""
+    """Return this rank's result of ``work``. A failure on one rank raises Failed on all."""
     return together(ring.ranks, work, transfers=not ring.alone)
 
 
 def attention(op: LongAttention, ring: RankRing, prices: Prices | None, **more: Any) -> Any:
-    """The function of this rank's q, k, v."""
+    """Return the attention function of this rank's q, k, v."""
     more |= {"wire": ring.wire, "causal": op.causal, "shards": ring.shards, "prices": prices}
     if op.dilation is None:
-        way = "auto" if ring.alone else op.way  # alone there is nothing to exchange, in any way
+        way = "auto" if ring.alone else op.way  # alone there is nothing to exchange
         return functools.partial(ring_attention, way=way, window=op.window, **more)
     return functools.partial(dilated_attention, dilation=op.dilation, way=op.way, **more)
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls this with the same request."""
+    """Measure the request. Every rank must call this with the same one."""
     asked = msgspec.json.decode(request, type=RingRequest)
     bench = _Bench(ranks, asked)
     measure = functools.partial(_measure, bench)
@@ -117,13 +117,13 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 def _flops(case: Case) -> float:
-    """The work of a case, by which the rest of a run is estimated from what was measured."""
+    """Return a case's FLOPs, by which progress estimates the time of the remaining cases."""
     assert isinstance(case.op, LongAttention)
     return case.op.flops
 
 
 class _Bench:
-    """Holds what cases share."""
+    """Holds the state that all cases share."""
 
     def __init__(self, ranks: Ranks, asked: RingRequest) -> None:
         self.ranks, self.asked, self.trace = ranks, asked, asked.trace
@@ -148,7 +148,7 @@ def _measure(bench: _Bench, case: Case) -> Outcome:
 
 @contextlib.contextmanager
 def kernel(name: str) -> Iterator[None]:
-    """Attention by this kernel, or by the fastest one unless the user's environment names it."""
+    """Use this attention kernel. Without a name: the user's environment's, else the fastest."""
     before = os.environ.get(KERNEL)
     if name:
         os.environ[KERNEL] = name
@@ -173,7 +173,7 @@ def _times(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
 def _computed(
     bench: _Bench, case: Case, op: LongAttention, ring: RankRing
 ) -> tuple[timing.Timed, Metrics, list[tuple[list[int], list[int]]]]:
-    """The times with and without transfers, and what was transferred in one iteration."""
+    """Return times, metrics (with times without transfers), and one iteration's transfers."""
     ranks, wire = bench.ranks, ring.wire
     ahead, step = agreed(ring, lambda: _calls(op, ring, bench.prices))
     log: list[tuple[list[int], list[int]]] = []
@@ -198,7 +198,7 @@ def _computed(
 
 
 def _calls(op: LongAttention, ring: RankRing, prices: Prices | None) -> tuple[Call, Call]:
-    """The forward, and what an iteration does; inputs from fixed seeds, other ones on each rank."""
+    """Return the forward and the whole iteration. Each rank's inputs have their own fixed seeds."""
     device, dtype = ring.ranks.device, torch_dtype(op.dtype)
     length, seed = ring.shards.lengths[ring.wire.rank], 4 * ring.ranks.rank
     rows = {"q": op.heads, "k": op.kv_heads, "v": op.kv_heads, "grad": op.heads}
@@ -215,7 +215,7 @@ def _calls(op: LongAttention, ring: RankRing, prices: Prices | None) -> tuple[Ca
 
 
 def _counted(step: Call, ring: RankRing, log: list[tuple[list[int], list[int]]]) -> Metrics:
-    """One iteration, the first: connects, finds out whether memory suffices, counts."""
+    """Run the first iteration: it connects, shows whether memory suffices, and counts bytes."""
     wire = ring.wire
     wire.log = log
     before = wire.sent_bytes, wire.received_bytes, wire.collectives
@@ -237,7 +237,7 @@ def _timed(bench: _Bench, case: Case, call: Call) -> timing.Timed:
 
 
 def _peak(ranks: Ranks) -> Metrics:
-    """Return the peak memory; a CPU has no count of it."""
+    """Return the peak memory, or nothing on a CPU."""
     if ranks.device.type != "cuda":
         return {}
     mine = torch.cuda.max_memory_allocated(ranks.device), torch.cuda.max_memory_reserved()
@@ -250,7 +250,7 @@ def _peak(ranks: Ranks) -> Metrics:
 def _transfers(
     bench: _Bench, case: Case, ring: RankRing, log: list[tuple[list[int], list[int]]]
 ) -> tuple[float, ...] | None:
-    """Times of one iteration's transfers, from empty memory; None where that lacks memory."""
+    """Time one iteration's transfers, from uninitialised memory; None if memory is too small."""
     wire = Wire(ring.wire.group)
     try:
         most = max(sum(send) for send, _ in log)
@@ -268,7 +268,7 @@ def _transfers(
 
 
 def _trace(call: Call, ranks: Ranks, path: str) -> None:
-    """One iteration as a Chrome trace of this rank."""
+    """Write a Chrome trace of one iteration on this rank."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU]

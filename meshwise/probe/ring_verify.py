@@ -1,15 +1,15 @@
-"""Checks ring attention against its definition, on the user's own shapes and ranks.
+"""Check ring attention against its definition, on the user's own shapes and ranks.
 
 In: a ``VerifyRequest`` as JSON. Out: a JSON list of ``RingCheck``s in the file it names, by rank 0.
-Every rank draws the same whole sequence, attends its own rows with the others, and compares them
-with ``attention.reference``; the worst rank counts. Checks, for each ring size:
+Every rank draws the same whole sequence, attends its own rows together with the other ranks, and
+compares them with ``attention.reference``. The worst rank counts. Checks, for each ring size:
 
-    forward, gradients   |x - reference| of a row of D numbers, over that row's norm, or the mean
-                         norm if that is more: one wrong row shows
+    forward, gradients   |x - reference| of a row of D elements, over that row's norm, or over the
+                         mean norm if that is larger, so that one wrong row shows
     log-sum-exp          largest difference; rows that attend nothing are -inf in both
-    locality             one key and value change: rows that may attend it change, no others
+    locality             change one key and value: only rows that may attend it may change
 
-float64 on CPUs, else the dtype that is asked for, with its own tolerance.
+float64 on CPUs, else the dtype asked for. Each dtype has its own tolerance.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ TOLERANCE = {
     "fp16": (5e-3, 2e-2),
     "bf16": (4e-2, 0.1),
 }
-SHIFT = 3.0  # of what a probe changes: far more than any rounding
+SHIFT = 3.0  # added to the changed key and value: far more than any rounding
 
 
 class VerifyRequest(Record, kw_only=True):
-    """``kernel``: of attention, "" for the fastest."""
+    """The checks to do. ``kernel``: of attention, "" for the fastest."""
 
     op: LongAttention
     ring_sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class VerifyRequest(Record, kw_only=True):
 
 
 class RingCheck(Record, kw_only=True):
-    """One thing that was checked, and what was found."""
+    """One check and its result."""
 
     ring_size: int
     name: str
@@ -58,9 +58,9 @@ class RingCheck(Record, kw_only=True):
 
 
 class _Case(NamedTuple):
-    """``inputs``: q, k, v of the whole sequence and the gradient of out, alike on all ranks.
-    ``attend``: this rank's rows of q, k, v to its rows of out, and lse. ``mine``: which they
-    are."""
+    """``inputs``: q, k, v of the whole sequence and the gradient of out, the same on all ranks.
+    ``attend``: this rank's rows of q, k, v -> its rows of out and lse. ``mine``: the positions of
+    this rank's rows."""
 
     op: LongAttention
     ring: RankRing
@@ -70,7 +70,7 @@ class _Case(NamedTuple):
 
 
 def verify_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls this with the same request."""
+    """Verify the request. Every rank must call this with the same one."""
     asked = msgspec.json.decode(request, type=VerifyRequest)
     rings, found = Rings(ranks), list[RingCheck]()
     prices = None if asked.costs is None else Prices(asked.costs)
@@ -86,7 +86,7 @@ def verify_ranks(ranks: Ranks, request: bytes) -> None:
 def _verify(op: LongAttention, ring: RankRing, prices: Prices | None) -> list[RingCheck]:
     shapes = [(op.batch, op.seq_len, heads, op.head_dim) for heads in _heads(op)]
     device, dtype = ring.ranks.device, torch_dtype(op.dtype)
-    inputs = tuple(  # drawn on the CPU: alike on all ranks
+    inputs = tuple(  # drawn on the CPU: equal on all ranks
         timing.randn(shape, dtype, "cpu", seed).to(device) for seed, shape in enumerate(shapes)
     )
     mine = torch.from_numpy(positions(ring.shards, ring.wire.rank)).to(device)
@@ -135,7 +135,7 @@ def _against_reference(case: _Case) -> list[RingCheck]:
 
 
 def _error(x: Tensor, exact: Tensor, mine: Tensor) -> float:
-    """The largest error of this rank's rows; NaN counts as infinite."""
+    """Return the largest error of this rank's rows; NaN counts as infinite."""
     size = exact.norm(dim=-1)
     least = max(float(size.mean()), 1e-30)
     off = (x.double() - exact[:, mine]).norm(dim=-1) / size[:, mine].clamp(min=least)
@@ -151,13 +151,13 @@ def _lse_error(lse: Tensor, exact: Tensor) -> float:
 
 
 def _worst(case: _Case, errors: list[float]) -> list[float]:
-    """The largest errors over all ranks. JSON knows no infinity."""
+    """Return the largest errors over all ranks, capped because JSON has no infinity."""
     told = case.ring.ranks.gather([min(error, 1e300) for error in errors])
     return [max(each) for each in zip(*told, strict=True)]
 
 
 def _changed(case: _Case, token: int) -> Tensor:
-    """[own rows, H]: whether a row of out changes when the key and value of ``token`` do."""
+    """Return [own rows, H]: whether a row of out changes if ``token``'s key and value change."""
     q, k, v = (x.clone() for x in case.inputs[:3])
     before, _ = case.attend(*_rows(case, q, k, v))
     for x in (k, v):

@@ -1,15 +1,15 @@
-"""Measures a list of cases on all ranks, one after the other; every finished case is on disk.
+"""Measure a list of cases on all ranks, one after another, each saved when it is finished.
 
-In: a ``SweepRequest`` as JSON. Out: one ``Sample`` a case in the run directory, written by rank 0
-as it is measured, and the status of the run: complete, or partial when the budget was spent or a
-case failed.
+In: a ``SweepRequest`` as JSON. Out: one ``Sample`` for each case in the run directory, which rank 0
+writes at once, and the status of the run: complete, or partial if the budget was spent or a case
+failed.
 
-Ranks do the same case at the same time (``loop``). Whether it can be done is agreed on twice, after
-its buffers are allocated and after a first untimed call. A wrong element in the result of a
-collective is an ``error``: of one call before it is timed and, where a graph's replay or calls in a
-row are timed, of one more of those.
+Ranks do the same case at the same time (``loop``). They agree twice whether it can be done: after
+its buffers are allocated, and after a first untimed call. A wrong element in a collective's result
+is an ``error``. One call is checked before the timing. If graph replays or calls in a row are
+timed, one of those is checked too.
 
-``follow`` names a rule by which rank 0 adds cases to those that were measured, round by round.
+``follow`` names a rule by which rank 0 adds cases that follow from the samples, round by round.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ __all__ = ["CURRENT", "Bench", "SweepRequest", "measure_ranks"]
 
 
 class SweepRequest(Record, kw_only=True):
-    """``skip``: ids of cases that are measured already. No budget means all cases. ``sustain_s``:
-    how long a sustained case lasts."""
+    """Cases to measure. ``skip``: ids of those measured already. No budget means all cases.
+    ``sustain_s``: how long a sustained case lasts."""
 
     cases: tuple[Case, ...]
     run_dir: str
@@ -48,7 +48,7 @@ class SweepRequest(Record, kw_only=True):
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls this with the same request."""
+    """Measure the request. Every rank must call this with the same one."""
     sweep = msgspec.json.decode(request, type=SweepRequest)
     skip = set(sweep.skip)
     todo = [case for case in sweep.cases if case.id not in skip]
@@ -61,7 +61,7 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
     run = None if ranks.rank else store.read(Path(sweep.run_dir) / "run.json", RunInfo)
 
     def estimate_s(case: Case) -> float:
-        assert run is not None  # rank 0 alone asks
+        assert run is not None  # only rank 0 estimates
         return effort.estimate_s(case, run.cluster, sweep.sustain_s)
 
     left = measure_all(
@@ -81,14 +81,14 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 class Bench:
-    """Holds what cases share: process groups, meshes, the module of the last block."""
+    """Holds the state that cases share: process groups, meshes, the module of the last block."""
 
     def __init__(self, ranks: Ranks, sustain_s: float = effort.SUSTAIN_S) -> None:
         self.ranks = ranks
         self.sustain_s = sustain_s
         self.blocks = Blocks(ranks)
         self.groups = collectives.Groups(ranks)
-        self.settings = contextlib.ExitStack()  # choices of the process that a case needs
+        self.settings = contextlib.ExitStack()  # process-wide settings of a case
 
     def build(self, case: Case) -> Work:
         self.settings.close()
@@ -106,7 +106,7 @@ class Bench:
         return operators.build(case, device, self.settings)
 
     def free(self) -> None:
-        """Give memory back after a case that did not get enough of it."""
+        """Free memory after a case that failed."""
         self.settings.close()
         self.blocks.release()
         timing.free(self.ranks.device)
@@ -116,7 +116,7 @@ def _measure(bench: Bench, case: Case) -> Outcome:
     found = outcome(case, functools.partial(_times, bench, case))
     if found.sample.status != "ok":
         bench.free()
-    return Outcome(found.sample)  # ranks that still wait time out by themselves
+    return Outcome(found.sample)  # ranks that still wait will time out
 
 
 def _times(bench: Bench, case: Case) -> tuple[Timed, Metrics, str]:
@@ -150,15 +150,15 @@ def _timed(case: Case, work: Work, bench: Bench, metrics: Metrics) -> Timed:
         settle_s=effort.settle_s(case, ranks.device.type),
         batch=work.batch,
         min_iterations=effort.min_iterations(case),
-        then=then if calls > 1 else None,  # else it is the call that was checked
+        then=then if calls > 1 else None,  # else the timed call was checked
     )
 
 
 def _check(
     work: Work, call: Call, ranks: Ranks, metrics: Metrics, name: str, calls: int = 1
 ) -> None:
-    """Enter how many elements are wrong on all ranks after ``call``, which does so many calls of
-    the work; any at all is Failed."""
+    """Run ``call``, which does ``calls`` calls of the work, and record in ``metrics`` how many
+    elements are wrong on all ranks. Raise Failed if any is."""
     check = work.check(calls)
     if check is None:
         return
@@ -175,7 +175,7 @@ def _check(
 
 
 def _try(work: Work, ranks: Ranks) -> Metrics:
-    """Every call once, untimed: compiles, connects, and finds out whether memory suffices."""
+    """Run every call once, untimed: it compiles, connects, and shows whether memory suffices."""
     for call in work.calls:
         if work.prepare is not None:
             work.prepare()

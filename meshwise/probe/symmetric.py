@@ -1,11 +1,11 @@
-"""Collectives through symmetric memory: every rank reads what the others wrote, over NVLink.
+"""Collectives through symmetric memory: ranks read each other's buffers over NVLink.
 
     one_shot   all_reduce: each rank reads all sources and adds them; one step, n-1 times the bytes
     two_shot   all_reduce: reduce-scatter, then all-gather, in one kernel
-    peer_copy  all_gather, all_to_all, send_recv: the receiver copies what it needs, by copy engine,
-               so that no SM works; a barrier of the devices before it and one after
+    peer_copy  all_gather, all_to_all, send_recv: the receiver copies what it needs by copy engine,
+               which uses no SM; a barrier of the devices before it and one after
 
-The sources lie in symmetric memory, as a program that wants this speed would keep them.
+The sources are in symmetric memory, as in a program that wants this speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ _PATIENCE_MS = 20_000  # then a barrier's kernel traps: a lost rank must not han
 
 
 class Heap:
-    """Symmetric buffers of this process, one for each group and length, kept: making one means
-    meeting all ranks."""
+    """Symmetric buffers of this process, one for each group, length and dtype. They are kept,
+    because all ranks of the group must meet to make one."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, int, torch.dtype], tuple[torch.Tensor, Any]] = {}
@@ -32,7 +32,7 @@ class Heap:
     def source(
         self, length: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
     ) -> tuple[torch.Tensor, Any]:
-        """A flat buffer and the handle by which the group's ranks reach each other's."""
+        """Return a flat buffer, and the handle by which ranks reach each other's buffers."""
         memory = torch_private.symmetric_memory()
         key = (group.group_name, length, dtype)
         if key not in self.buffers:
@@ -52,7 +52,7 @@ def call(
     op: Collective, backend: str, source: torch.Tensor, result: torch.Tensor, handle: Any,
     group: dist.ProcessGroup,
 ) -> Callable[[], object]:  # fmt: skip
-    """One operation on the current stream."""
+    """Return a call that runs one operation on the current stream."""
     if backend == "one_shot":
         add = torch.ops.symm_mem.one_shot_all_reduce_out
         return lambda: add(source, "sum", group.group_name, result)
@@ -72,8 +72,8 @@ def call(
 def _copies(
     op: Collective, source: torch.Tensor, result: torch.Tensor, handle: Any, here: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(destination, source) of each copy; every rank begins with the rank after it, so that no
-    two read from one at the same time."""
+    """Yield (destination, source) of each copy. Every rank begins with the rank after it, so that
+    no two read from the same rank at once."""
     wanted = pattern.pieces(op, here)
     for piece in sorted(wanted, key=lambda piece: (piece.sources[0] - here - 1) % op.group_size):
         (peer,) = piece.sources

@@ -1,4 +1,4 @@
-"""A case made ready to be timed: buffers allocated, nothing run yet."""
+"""A case that is ready to be timed: buffers are allocated, nothing has run."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ from meshwise.timing import Timed
 T = TypeVar("T")
 
 _MAX_BUFFERS = 32
-# how torch, cuDNN, Inductor and FlashAttention say that they have no code for a case
+# the words with which torch, cuDNN, Inductor and FlashAttention say they have no kernel
 _NO_KERNEL = re.compile(
     r"no (available|viable|valid|engine)|not (currently )?(supported|implemented)|could not run"
     r"|only supports?\b|only supported|does not support|unsupported|no kernel image|NOT_SUPPORTED"
@@ -30,20 +30,20 @@ Call = Callable[[], object]
 
 
 class Check(NamedTuple):
-    """``fill``: poison the result and write sources of which every result is known. ``num_wrong``:
-    how many elements of this rank's result are wrong after the calls."""
+    """A check of a collective. ``fill``: poison the result and write sources with a known result.
+    ``num_wrong``: count the wrong elements of this rank's result after the calls."""
 
     fill: Callable[[], None]
     num_wrong: Callable[[], int]
 
 
 class Work(NamedTuple):
-    """``calls``: the same work on rotated buffers. ``prepare``: untimed, before each iteration.
-    ``metrics``: other numbers, asked for after a first call. ``check``: how the result of
-    ``calls[-1]`` is checked after so many calls in a row, alike on all ranks; None where it cannot
-    be. ``batch``: calls that a graph holds, and that are timed as one when they are pipelined.
-    ``on_host``: the work is the host's, also where there is a GPU. ``measure``: how the case times
-    itself in place of the sweep, given seconds and what to do with the timed work afterwards."""
+    """``calls``: the same work on rotated buffers. ``prepare``: runs untimed before each iteration.
+    ``metrics``: returns other figures after a first call. ``check``: takes a number of calls in a
+    row and returns the check of ``calls[-1]``'s result; None, on all ranks, if there is none.
+    ``batch``: how many calls a graph holds, or are timed as one in the pipelined regime.
+    ``on_host``: the host does the work, even if there is a GPU. ``measure``: times the case instead
+    of the sweep; takes seconds and what to do with the timed work afterwards."""
 
     calls: tuple[Call, ...]
     prepare: Callable[[], None] | None = None
@@ -55,12 +55,12 @@ class Work(NamedTuple):
 
 
 class Unavailable(RuntimeError):
-    """This machine or version has no back end for the case: it is skipped, and says why."""
+    """This machine or version has no back end for the case. The case is skipped with a reason."""
 
 
 def tried(call: Callable[[], T]) -> T:
-    """The outcome of a first call; a kernel that does not exist is Unavailable, with the reasons
-    that the library gives as its error and, torch's attention, as warnings."""
+    """Return the result of a first call. A missing kernel raises Unavailable, with the reasons from
+    the library's error and its warnings (torch's attention gives reasons as warnings)."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
@@ -73,7 +73,7 @@ def tried(call: Callable[[], T]) -> T:
 
 
 def _first_sentences(said: list[str]) -> str:
-    """The first line of each text, without where in torch's sources it was written."""
+    """Join the first line of each text, without the place in torch's sources."""
     lines = [text.strip().splitlines()[0].split(" (Triggered internally")[0] for text in said]
     reasons = [line for line in lines if not line.endswith(("because:", "issues/new"))]
     return "; ".join(dict.fromkeys(line.strip(" .") for line in reasons))
@@ -90,7 +90,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def fp32_precision(dtype: str, device: torch.device) -> AbstractContextManager[None]:
-    """Hold kernels of fp32 tensors to ``dtype``; of other dtypes do nothing."""
+    """Return a context in which fp32 kernels use ``dtype``; it does nothing for other dtypes."""
     if dtype == "tf32" and device.type != "cuda":
         raise Unavailable("tf32 is a precision of GPUs; measure fp32")
     if dtype not in ("fp32", "tf32"):
@@ -99,8 +99,8 @@ def fp32_precision(dtype: str, device: torch.device) -> AbstractContextManager[N
 
 
 def num_buffers(case: Case, size_bytes: int, device: torch.device) -> int:
-    """Sets of buffers of ``size_bytes`` to rotate through, so that none is in L2 when its turn
-    comes. The timing loop flushes L2 as well; the sets also vary the addresses."""
+    """Return how many buffer sets of ``size_bytes`` to rotate through, so that none is in L2 when
+    its turn comes. The timing loop flushes L2 as well; the sets also vary the addresses."""
     if case.regime != "cold" or device.type != "cuda":
         return 1
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size

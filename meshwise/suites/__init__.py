@@ -2,8 +2,8 @@
 
 In: a suite's name and a number of GPUs. Out: its cases, which ``source`` reads from their file.
 
-``layouts`` says what a case is in our records, ``scale`` how it fits a smaller machine,
-``formulas`` what its FLOPs are, ``tsv`` how its result is written.
+``layouts`` turns a case into our records, ``scale`` shrinks it to a smaller machine, ``formulas``
+counts its FLOPs, ``tsv`` writes its result.
 """
 
 import difflib
@@ -24,18 +24,18 @@ class Sweep(NamedTuple):
 
 
 def names() -> tuple[str, ...]:
-    """All 20; the two of UNet answer that they are not built."""
+    """Return the names of all 20 suites. ``cases`` refuses the two of UNet, which are not built."""
     return tuple(source.data()["names"])
 
 
 def shapes() -> list[tuple[int, int]]:
-    """The (hosts, devices a host) that a sweep runs its suite on, in order."""
+    """List the (hosts, devices of a host) that a sweep runs its suite on, in order."""
     return [(hosts, devices) for hosts, devices in source.data()["shapes"]]
 
 
 def kind(suite: str) -> str:
-    """Name what a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
-    gpt_no_embedding_inference (the layers alone)."""
+    """Return the kind of a suite: gpt, moe, wresnet, gpt_inference, moe_inference or
+    gpt_no_embedding_inference (only the layers)."""
     return suite.partition(".")[0]
 
 
@@ -45,14 +45,14 @@ def is_inference(suite: str) -> bool:
 
 
 def warmup_steps(niter: int) -> int:
-    """Count those of ``niter`` iterations that are run first and not timed."""
+    """Return how many of ``niter`` iterations are warm-up and do not count."""
     return 2 if niter >= 5 else 1
 
 
 def cases(suite: str, num_devices: int) -> tuple[BenchmarkCase, ...]:
-    """The cases of a suite for ``num_devices`` GPUs.
+    """Return the cases of a suite for ``num_devices`` GPUs.
 
-    ValueError for an unknown suite, one of UNet, and a number of GPUs it has no case for."""
+    Raise ValueError for an unknown suite, one of UNet, or a number of GPUs without a case."""
     found = _suite(suite)
     if num_devices not in found:
         having = ", ".join(map(str, found))
@@ -62,12 +62,12 @@ def cases(suite: str, num_devices: int) -> tuple[BenchmarkCase, ...]:
 
 
 def device_counts(suite: str) -> tuple[int, ...]:
-    """The numbers of GPUs that a suite has cases for, ascending."""
+    """Return the numbers of GPUs that a suite has cases for, ascending."""
     return tuple(_suite(suite))
 
 
 def missing(suite: str) -> str:
-    """Say in a word or two why none of a suite's cases can run; "" if some can."""
+    """Say in a few words why none of a suite's cases can run; "" if some can."""
     if kind(suite) == "unet":
         return "not built: UNet"
     every = [case for of_size in _suite(suite).values() for case in of_size]
@@ -88,5 +88,5 @@ def _suite(name: str) -> Suite:
 
 
 def sweeps() -> tuple[Sweep, ...]:
-    """The sweeps of run_exp.py."""
+    """Return the sweeps of run_exp.py."""
     return tuple(Sweep(**told) for told in source.data()["sweeps"])

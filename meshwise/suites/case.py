@@ -1,8 +1,8 @@
 """Benchmark cases: a batch, a model, and how it is laid out.
 
 Names and fields are those of Alpa's benchmark (benchmark/alpa/benchmark_parallel_utils.py), so
-that ``str(case)`` is the text that its logs and tables hold. ``layouts`` translates a case into
-our records.
+that ``str(case)`` is the text in its logs and tables. ``layouts`` translates a case into our
+records.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -59,7 +59,7 @@ class ShardParallelArgs(NamedTuple):
 
 
 class SearchParallelArgs(NamedTuple):
-    """Stages and their meshes are searched among ``num_auto_layers`` clustered layers."""
+    """A search for stages and their meshes, over ``num_auto_layers`` clustered layers."""
 
     prefer_reduce_scatter: bool
     use_remat: bool
@@ -68,7 +68,7 @@ class SearchParallelArgs(NamedTuple):
 
 
 class LoadSolutionParallelArgs(NamedTuple):
-    """The result of such a search; for every stage its layers, meshes and solver's options."""
+    """The result of a search: the layers, meshes and solver options of every stage."""
 
     prefer_reduce_scatter: bool
     use_remat: bool
@@ -86,7 +86,7 @@ ParallelArgs = (
 
 
 class BenchmarkCase(NamedTuple):
-    """``batch_size`` is the global one. ``str`` gives the source's text."""
+    """A case. ``batch_size`` is the global batch size. ``str`` gives the source's text."""
 
     batch_size: int
     model_config: ModelConfig
@@ -95,4 +95,4 @@ class BenchmarkCase(NamedTuple):
     parallel_args: ParallelArgs
 
 
-Suite = dict[int, tuple[BenchmarkCase, ...]]  # the number of GPUs: its cases
+Suite = dict[int, tuple[BenchmarkCase, ...]]  # number of GPUs -> its cases

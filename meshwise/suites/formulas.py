@@ -7,11 +7,11 @@ m = 8 (feed-forward to hidden in MoE). FLOPs of one iteration:
 - MoE: g L/2 (dense + moe) + 6 B S H V; g = 1 forward, 3 with backward, 4 if recomputed;
   dense = B S H^2 (8 + 4m) + 4 B S^2 H;
   moe = 8 B S H^2 + 4 B S^2 H + 8m B S H^2 + 2 B S H E + 4 B S G + 8 B S H G.
-- Wide-ResNet: its convolutions and head, three times, or four if recomputed.
+- Wide-ResNet: its convolutions and head, times three, or times four if recomputed.
 
-A forward pass of MoE is g = 1 here (the source takes 3 for it), and rates are of all GPUs (the
-source divides GPT's inference by those of one host). The head counts 6 B S H V in the forward pass
-too, as in the source.
+We differ from the source in two points. A forward pass of MoE has g = 1 (there 3). Rates are per
+GPU of all hosts (there GPT's inference is divided by the GPUs of one host). As in the source, the
+head counts 6 B S H V even in a forward pass.
 """
 
 from typing import NamedTuple
@@ -32,14 +32,14 @@ class Counts(NamedTuple):
 
 
 def counts(case: BenchmarkCase, kind: str, images: WideResNet | None = None) -> Counts:
-    """FLOPs and parameters of a case of a suite of this ``kind`` (``suites.kind``). ``images``: the
-    Wide-ResNet that runs, where it is not the case's."""
+    """Count FLOPs and parameters of a case, in a suite of this ``kind`` (``suites.kind``).
+    ``images``: the Wide-ResNet that runs, if it is not the case's."""
     config, batch = case.model_config, case.batch_size
     inference = kind.endswith("_inference")
     remat = case.parallel_args.use_remat and not inference
     if isinstance(config, GPTModelConfig):
         seq, hidden, layers, _, vocab = config
-        vocab = 0 if kind == "gpt_no_embedding_inference" else vocab  # the layers alone
+        vocab = 0 if kind == "gpt_no_embedding_inference" else vocab  # only the layers
         factor = 24 if inference else 96 if remat else 72
         flops = gpt_flops(batch, seq, layers, hidden, vocab, factor)
         return Counts(flops, gpt_parameters(layers, hidden, vocab))
@@ -56,13 +56,13 @@ def counts(case: BenchmarkCase, kind: str, images: WideResNet | None = None) -> 
 
 
 def gpt_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int, factor: int) -> float:
-    """``factor``: 24 forward, 72 with backward, 96 if everything is recomputed."""
+    """Count FLOPs. ``factor``: 24 forward, 72 with backward, 96 with everything recomputed."""
     inner = factor * batch * seq * hidden**2 * layers * (1 + seq / (6 * hidden))
     return inner + 6 * batch * seq * hidden * vocab
 
 
 def gpt_parameters(layers: int, hidden: int, vocab: int) -> int:
-    """L (12 H^2 + 11 H) + V (H + 1): no positions and last norm, the bias of qkv as H."""
+    """Count L (12 H^2 + 11 H) + V (H + 1): without positions and last norm, qkv bias as H."""
     return layers * (12 * hidden**2 + 11 * hidden) + vocab * (hidden + 1)
 
 
@@ -76,8 +76,8 @@ def moe_flops(
     group: int,
     factor: int,
 ) -> float:
-    """``group``: tokens dispatched together. ``factor``: 1 forward, 3 with backward, 4 if
-    everything is recomputed."""
+    """Count FLOPs. ``group``: tokens dispatched together. ``factor``: 1 forward, 3 with backward, 4
+    with everything recomputed."""
     tokens = batch * seq
     attention = 8 * tokens * hidden**2 + 4 * tokens * seq * hidden
     dense = attention + 4 * _MOE_FFN * tokens * hidden**2
@@ -88,13 +88,13 @@ def moe_flops(
 
 
 def moe_parameters(layers: int, hidden: int, vocab: int, experts: int) -> int:
-    """Half of the layers have one feed-forward, half have ``experts``; no router, the bias of qkv
-    as H, V (H + 1) for the embedding and the head."""
+    """Count parameters. Half of the layers have one feed-forward, half have ``experts``. There is
+    no router, the qkv bias counts H, and embedding and head count V (H + 1)."""
     attention = 4 * hidden**2 + 6 * hidden
     ffn = 2 * _MOE_FFN * hidden**2 + (_MOE_FFN + 1) * hidden
     return layers * attention + layers * (1 + experts) * ffn // 2 + vocab * (hidden + 1)
 
 
 def tflops(flops: float, time_s: float, num_devices: int) -> float:
-    """TFLOP/s a device, over all devices of the run."""
+    """Return TFLOP/s per device, over all devices of the run."""
     return flops / time_s / num_devices / 1e12

@@ -1,17 +1,17 @@
-"""A case in our records: its model, workload, layout and recipe.
+"""Turn a case into our records: its model, workload, layout and recipe.
 
-A case's logical mesh (a, b) becomes dp = a and tp = b, equal or unequal from stage to stage. What
-Alpa's solver chose within a mesh is not in the case; these are the choices that run here:
+A case's logical mesh (a, b) becomes dp = a and tp = b, and stages may have different meshes. The
+case does not have what Alpa's solver chose within a mesh. We choose:
 
-- prefer_reduce_scatter turns all-reduce into reduce-scatter and all-gather: zero = 2 where dp > 1,
-  and for transformers the sequence-parallel form of tp where tp > 1.
+- prefer_reduce_scatter turns all-reduce into reduce-scatter and all-gather: zero = 2 if dp > 1,
+  and for transformers sequence parallelism if tp > 1.
 - use_remat: every layer is recomputed.
-- Experts: with the batch dim pinned to the first axis the solver cannot use that axis for them,
-  and tp splits each expert: ep = 1. Without the pin it divides experts over it: ep is the largest
-  divisor of dp that divides the number of experts. The dense parts keep dp and tp either way.
-- Tokens are dispatched in groups of expert_group_size, or of a microbatch's tokens where these are
-  fewer; in each an expert takes its equal share at most (alpa/model/moe.py: C = 2 S // E).
-- Inference: forward only, in gpipe order; nothing recomputed, nothing sharded by ZeRO.
+- Experts: if the batch dim is pinned to the first axis, the solver cannot use that axis for them,
+  and tp splits each expert: ep = 1. Without the pin it divides experts over that axis: ep is the
+  largest divisor of dp that divides the number of experts. Dense parts always keep dp and tp.
+- Tokens are dispatched in groups of expert_group_size, or of a microbatch's tokens if these are
+  fewer. In each group an expert takes at most an equal share (alpa/model/moe.py: C = 2 S // E).
+- Inference: forward only, in gpipe order; nothing is recomputed or sharded by ZeRO.
 """
 
 from math import gcd
@@ -36,7 +36,7 @@ _FAMILY = {GPTModelConfig: "gpt", MoEModelConfig: "moe", WResNetModelConfig: "wr
 
 
 def model(case: BenchmarkCase) -> Model | WideResNet:
-    """The catalogue's model where a case has one of its sizes; its experts with a capacity."""
+    """Return a case's model: the catalogue's if the sizes match. Experts get a capacity."""
     found = _sized(case.model_config)
     if isinstance(found, WideResNet) or found.experts is None:
         return found
@@ -45,7 +45,7 @@ def model(case: BenchmarkCase) -> Model | WideResNet:
 
 
 def group_size(case: BenchmarkCase) -> int:
-    """Tokens that are dispatched to experts together."""
+    """Return how many tokens are dispatched to experts together."""
     config = case.model_config
     assert isinstance(config, MoEModelConfig)
     tokens = case.batch_size * config.seq_len // case.num_micro_batches
@@ -63,7 +63,7 @@ def _sized(config: ModelConfig) -> Model | WideResNet:
     ffn, experts = 4 * config.hidden_size, None
     if isinstance(config, MoEModelConfig):
         ffn = 8 * config.hidden_size
-        # of layers 0, 2, 4 and so on (alpa/model/moe.py)
+        # in layers 0, 2, 4 and so on (alpa/model/moe.py)
         experts = Experts(num_experts=config.num_experts, top_k=2, ffn=ffn, every=2)
     return Model(
         name=f"{family}-h{config.hidden_size}-l{config.num_layers}",
@@ -78,22 +78,22 @@ def _sized(config: ModelConfig) -> Model | WideResNet:
 
 
 def workload(case: BenchmarkCase) -> Workload:
-    """The batch of a step; an image is a sequence of length 1."""
+    """Return the batch of a step. An image counts as a sequence of length 1."""
     config = case.model_config
     seq_len = 1 if isinstance(config, WResNetModelConfig) else config.seq_len
     return Workload(global_batch_size=case.batch_size, seq_len=seq_len)
 
 
 def dtype(case: BenchmarkCase) -> str:
-    """The dtype of a case: bf16 for the source's fp16."""
+    """Return the dtype of a case: bf16 for the source's fp16."""
     config = case.model_config
     is_fp32 = isinstance(config, WResNetModelConfig) and config.dtype == "fp32"
     return "fp32" if is_fp32 else "bf16"
 
 
 def recipe(case: BenchmarkCase) -> Recipe:
-    """The source's recipe (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
-    that its warm-up ends with."""
+    """Return the source's recipe (benchmark_one_case_*.py): no clipping, and for Wide-ResNet the
+    learning rate at the end of its warm-up."""
     if isinstance(case.model_config, WResNetModelConfig):
         return Recipe(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=0.0)
     if isinstance(case.model_config, MoEModelConfig):
@@ -106,10 +106,10 @@ def recipe(case: BenchmarkCase) -> Recipe:
 def layout(
     case: BenchmarkCase, num_devices: int, *, inference: bool = False, shard_only: bool = False
 ) -> Layout:
-    """The layout of a case on ``num_devices`` GPUs; the module's docstring has the rules.
+    """Return the layout of a case on ``num_devices`` GPUs, by the rules in the module's docstring.
 
-    ``inference``: of a suite that runs the forward pass only. ``shard_only`` refuses pipelines.
-    ValueError for a search, another number of devices, and a batch that does not divide.
+    ``inference``: the suite runs the forward pass only. ``shard_only``: refuse pipelines. Raise
+    ValueError for a search, another number of devices, or a batch that does not divide.
     """
     meshes, stage_layers = _meshes(case), _stage_layers(case)
     pp = len(meshes)
@@ -143,7 +143,7 @@ def layout(
 
 
 def _meshes(case: BenchmarkCase) -> tuple[tuple[int, int], ...]:
-    """(dp, tp) of each stage."""
+    """Return (dp, tp) of each stage."""
     args = case.parallel_args
     if isinstance(args, SearchParallelArgs):
         raise ValueError(
@@ -158,7 +158,7 @@ def _meshes(case: BenchmarkCase) -> tuple[tuple[int, int], ...]:
 
 
 def _stage_layers(case: BenchmarkCase) -> tuple[int, ...]:
-    """The model's layers of each stage."""
+    """Return how many of the model's layers each stage has."""
     args, layers = case.parallel_args, model(case).layers
     if isinstance(args, LoadSolutionParallelArgs):
         clusters = [len(ids) for ids in args.forward_stage_layer_ids]
@@ -173,7 +173,7 @@ def _stage_layers(case: BenchmarkCase) -> tuple[int, ...]:
 
 
 def _rows(case: BenchmarkCase, meshes: tuple[tuple[int, int], ...]) -> int:
-    """Sequences or images of one microbatch."""
+    """Return the number of sequences or images in a microbatch."""
     rows, rest = divmod(case.batch_size, case.num_micro_batches)
     if rest or any(rows % dp for dp, _ in meshes):
         degrees = ", ".join(map(str, sorted({dp for dp, _ in meshes})))

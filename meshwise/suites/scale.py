@@ -1,21 +1,21 @@
-"""The structure of a case at a size that a device can hold.
+"""Shrink a case so that a device can hold it, without changing its structure.
 
-In: model, workload and layout of a case, and the bytes of one device. Out: the same of a smaller
-one, and what was changed, in words. Every degree of the mesh, the number of experts, the width
-factor and the residual blocks stay, and so does the ratio of layers between stages; the rest is
-divided by 2^r, with the smallest r that fits:
+In: model, workload and layout of a case, and the bytes of one device. Out: a smaller model,
+workload and layout, and the changes in words. Every degree of the mesh, the number of experts, the
+width factor, the residual blocks, and the ratio of layers between stages stay. The rest is divided
+by 2^r, with the smallest r that fits:
 
 - hidden, heads, feed-forwards, vocabulary, sequence; channels, image, classes; rows of a
-  microbatch; layers, each stage's by the same divisor, so that experts stay in the same places;
-  groups of tokens, so that a rank's microbatch has whole ones;
-- and microbatches: no more than two a pipeline stage.
+  microbatch; layers, by the same divisor in each stage, so that experts stay in the same places;
+  groups of tokens, so that a rank's microbatch has whole groups;
+- and microbatches: at most two for each pipeline stage.
 
-What fits is a rough bound, not a prediction: ``MARGIN`` times the states of weights (ZeRO as in
-the layout), what the graph says that a stage keeps of the microbatches in flight, and all that one
-layer keeps and both ends make, in fp32.
+Whether a size fits is a rough bound, not a prediction. The bound is ``MARGIN`` times: the weights'
+states (ZeRO as in the layout), what a stage keeps of the microbatches in flight by the graph, and
+all that one layer keeps and both ends make, in fp32.
 
-CPUs have more memory than they can compute with: there the ladder goes on until an iteration has at
-most ``device_flops`` a device, or to its end.
+CPUs have more memory than they can compute with. There the sizes shrink on until an iteration has
+at most ``device_flops`` a device, or to the smallest sizes.
 """
 
 from collections import Counter
@@ -31,8 +31,8 @@ from meshwise.spec import LayerKind, Layout, Model, WideResNet, Workload, layer_
 from meshwise.spec.layout import Recompute
 
 MARGIN = 1.5
-_RUNGS = 24  # by then every size is its smallest
-_SMALLEST = {  # what no rung goes below, unless it was smaller before
+_RUNGS = 24  # values of r; by then every size is its smallest
+_SMALLEST = {  # lower limits, unless a size was smaller before
     "seq_len": 32,
     "vocab": 128,
     "image_size": 64,  # the last resolution has 2 x 2: batch norm needs several values
@@ -46,7 +46,7 @@ _OF_EXPERTS = ("ffn", "group_size")
 
 
 class Scaled(NamedTuple):
-    """``changes``: ``hidden 2560 -> 320`` and so on; empty if the case fits as it is."""
+    """A shrunk case. ``changes``: as ``hidden 2560 -> 320``; empty if the case fits as it is."""
 
     model: Model | WideResNet
     workload: Workload
@@ -63,8 +63,8 @@ def scaled(
     inference: bool = False,
     device_flops: float = inf,
 ) -> Scaled:
-    """The largest of the ladder that fits ``device_bytes``; ValueError if none does. With
-    ``device_flops`` smaller still, until an iteration has no more of them a device."""
+    """Return the largest size that fits ``device_bytes``; ValueError if none does. Shrink it on
+    until an iteration has at most ``device_flops`` a device, if any size has."""
     whole = Scaled(model, workload, layout, ())
     first = found = None
     for rung in range(_RUNGS):
@@ -84,7 +84,7 @@ def scaled(
 
 
 def _at(rung: int, whole: Scaled) -> Scaled:
-    """The case with its sizes divided by 2^rung."""
+    """Return the case with its sizes divided by 2^rung."""
     model, workload, layout, _ = whole
     meshes = layout.meshes or ((layout.dp, layout.tp),)
     tp = lcm(*(mesh[1] for mesh in meshes))
@@ -114,7 +114,7 @@ def _at(rung: int, whole: Scaled) -> Scaled:
 
 
 def _divided(size: int, rung: int, name: str, multiple: int = 1) -> int:
-    """``size`` / 2^rung, not below the smallest, rounded up to a multiple; never above ``size``."""
+    """Return ``size`` / 2^rung or the lower limit, rounded up to a multiple, at most ``size``."""
     least = max(size >> rung, _SMALLEST[name])
     return min(size, -(-least // multiple) * multiple)
 
@@ -164,7 +164,7 @@ def _wide_resnet(rung: int, model: WideResNet, tp: int) -> WideResNet:
 def _changes(
     before: tuple[msgspec.Struct, ...], after: tuple[msgspec.Struct, ...]
 ) -> tuple[str, ...]:
-    """Every field that differs, once."""
+    """List every field that differs, with its old and new value."""
     found = []
     for old, new in zip(before, after, strict=True):
         for field in old.__struct_fields__:
@@ -184,7 +184,7 @@ def _text(value: object) -> str:
 def flops(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """FLOPs of an iteration on all devices: forward, backward twice that, and forward again."""
+    """Count FLOPs of an iteration on all devices: forward 1, backward 2, recomputation 1."""
     passes = 1 if inference else 4 if layout.recompute == "full" else 3
     return step_flops(model, workload) / 3 * passes
 
@@ -192,7 +192,7 @@ def flops(
 def stage_bytes(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """A bound of what the fullest device holds, in fp32."""
+    """Return a rough bound of the bytes on the fullest device, in fp32."""
     most = 0.0
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
         inside = layout.of_rank(stage)
@@ -217,7 +217,7 @@ def stage_bytes(
 
 
 def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:
-    """Bytes of a parameter: masters of 4 and copies of 2, gradients of 4, moments of 8."""
+    """Return the bytes of a parameter: masters 4, copies 2, gradients 4, moments 8, or shares."""
     if inference:
         return 6.0
     moments = 8 / shards if inside.zero >= 1 else 8
@@ -226,7 +226,7 @@ def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:
 
 
 def _alike(inside: Layout) -> Layout:
-    """Keep of a layout what decides how much a layer saves of a microbatch."""
+    """Return a layout with only the fields that decide how much a layer saves of a microbatch."""
     return Layout(
         dp=inside.ep,
         ep=inside.ep,
@@ -246,8 +246,8 @@ def _kept_bytes(
     first: bool = False,
     last: bool = False,
 ) -> int:
-    """Bytes that a layer saves of a microbatch for its backward, its input included, with what is
-    made before the first layer and behind the last."""
+    """Return the bytes that a layer saves of a microbatch for backward, with its input. ``first``
+    and ``last`` add what is made before the first layer and after the last."""
     whole = graph(
         model, layout.microbatch_size, seq_len, "fp32", layers=(kind,), first=first, last=last,
         recompute=(word,),

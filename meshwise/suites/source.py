@@ -1,7 +1,7 @@
-"""Reads the cases of the suites from ``data/suites.toml``; their models are the catalogue's.
+"""Read the cases of the suites from ``data/suites.toml``; their models are the catalogue's.
 
-The inference suites (suite_inference_gpt.py, suite_inference_moe.py) have a rule in place of a
-list: one microbatch and dp = 1; every pipeline, operator degree and batch size of a model.
+The inference suites (suite_inference_gpt.py, suite_inference_moe.py) have a rule instead of a list:
+one microbatch, dp = 1, and every combination of pipeline stages, op degree and batch size.
 """
 
 import functools
@@ -31,19 +31,19 @@ _FAMILIES: dict[str, type[ModelConfig]] = {
     "moe": MoEModelConfig,
     "wresnet": WResNetModelConfig,
 }
-_DEGREES = (1, 2, 4, 8)  # op of the inference suites
+_DEGREES = (1, 2, 4, 8)  # op degrees of the inference suites
 _BATCHES = (1, 2, 4, 8, 16)
 
 
 @functools.cache
 def configs(family: str) -> dict[str, ModelConfig]:
-    """The sizes of a family (gpt, moe, wresnet) by the source's names, as ``1.3B``."""
+    """Return the sizes of a family (gpt, moe, wresnet) by the source's names, as ``1.3B``."""
     names = [name for name in catalogue.all_names() if name.startswith(f"{family}-")]
     return {name.partition("-")[2].upper(): _config(name) for name in names}
 
 
 def _config(name: str) -> ModelConfig:
-    """A model of the catalogue in the source's fields."""
+    """Return a model of the catalogue in the source's fields."""
     model = catalogue.find_any(name)
     if isinstance(model, WideResNet):
         depth = 3 * model.layers + 2  # a block has three convolutions; the stem and the head
@@ -59,13 +59,13 @@ def _config(name: str) -> ModelConfig:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """Read what the file holds: names, shapes, sweeps, cases."""
+    """Read the file: names, shapes, sweeps, cases."""
     return files.own_data("suites.toml")
 
 
 @functools.cache
 def suites() -> dict[str, Suite]:
-    """Every suite by name, but those of UNet."""
+    """Return every suite by name, except those of UNet."""
     found: dict[str, Suite] = {}
     for name, listed in data()["cases"].items():
         option = data()["search"]["images" if name.startswith("wresnet") else "tokens"]
@@ -83,7 +83,7 @@ def suites() -> dict[str, Suite]:
 
 
 def _cases(told: dict[str, Any], family: str, option: dict[str, Any]) -> Iterator[BenchmarkCase]:
-    """The cases of one entry of the file; a search has several."""
+    """Yield the cases of one entry of the file. An entry of a search has several."""
     size, counts = told["model"], told["num_micro_batches"]
     config = configs(family)[size] if isinstance(size, str) else _FAMILIES[family](*size)
     batch_size, scatter = told["batch_size"], told.get("reduce_scatter", True)
@@ -106,7 +106,7 @@ def _cases(told: dict[str, Any], family: str, option: dict[str, Any]) -> Iterato
 
 
 def _solution(told: list[dict[str, Any]]) -> LoadSolutionParallelArgs:
-    """Stages that Alpa's search found."""
+    """Build the stages that Alpa's search found."""
     stages = [stage for stage in told for _ in range(stage.get("times", 1))]
     edges = list(accumulate((stage["layers"] for stage in stages), initial=0))
     meshes = [(stage["mesh"][0], stage["mesh"][1]) for stage in stages]
@@ -125,7 +125,7 @@ def _solution(told: list[dict[str, Any]]) -> LoadSolutionParallelArgs:
 
 
 def _inference(family: str, most: Mapping[str, int]) -> Suite:
-    """``most``: of each model the largest number of pipeline stages."""
+    """Build an inference suite. ``most``: the largest number of pipeline stages of each model."""
     found: Suite = {}
     for size, stages in most.items():
         for pp, op in product((2**k for k in range(stages.bit_length())), _DEGREES):

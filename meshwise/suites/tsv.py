@@ -1,8 +1,8 @@
-"""The tables of Alpa's benchmark: one row of tab-separated values a case, below one header.
+"""The tables of Alpa's benchmark: one header, then a row of tab-separated values for each case.
 
 Columns and number formats are the source's (benchmark/alpa/benchmark.py and
-benchmark_one_case_gpt_bert_inference.py); its files have no header. A GB of memory is 2^30 bytes,
-as there. A case that failed has no times and says why in ``Metadata``.
+benchmark_one_case_gpt_bert_inference.py); its files have no header. As there, a GB of memory is
+2^30 bytes. A case that failed has no times, and ``Metadata`` has the reason.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ from meshwise.text import plain
 
 
 class Ran(NamedTuple):
-    """A case and what became of it. Without ``times_s`` it failed; ``metadata`` says how. Stages'
-    figures are of inference."""
+    """A case and its outcome. Without ``times_s`` it failed, and ``metadata`` says how. Only
+    inference has figures of stages."""
 
     kind: str
     case: BenchmarkCase
@@ -46,7 +46,7 @@ COLUMNS: Columns = {
     "Peak Mem (GB)": lambda ran: "" if ran.peak_bytes is None else f"{ran.peak_bytes / 2**30:.3f}",
     "Metadata": lambda ran: rounded(dict(ran.metadata)),
 }
-# AlpaServe's profiles are made of these
+# AlpaServe's profiles are made from these
 INFERENCE_COLUMNS: Columns = {
     "ModelName": lambda ran: (
         f"{'moe' if ran.kind.startswith('moe') else 'bert'}-{ran.parameters / 1e9:.1f}b"
@@ -72,12 +72,12 @@ def _equal(ran: Ran) -> UniformParallelArgs:
 
 
 def row(ran: Ran, columns: Columns = COLUMNS) -> dict[str, str]:
-    """The cells by column."""
+    """Return the cells by column."""
     return {head: show(ran) for head, show in columns.items()}
 
 
 def _rate(tflops: float) -> str:
-    """Two decimals as the source's, or two digits of what has none."""
+    """Format with two decimals as the source does, or with two digits below 0.01."""
     return f"{tflops:.2f}" if tflops >= 0.01 else f"{tflops:.2g}"
 
 
@@ -86,12 +86,12 @@ def _mean(times_s: Sequence[float]) -> str:
 
 
 def _deviation(times_s: Sequence[float]) -> str:
-    """Return the deviation of the times themselves, not of what they are a sample of."""
+    """Return the population standard deviation of the times."""
     return f"{pstdev(times_s):.3f}" if times_s else ""
 
 
 def rounded(value: Any, decimals: int = 2) -> str:
-    """Plain data as the source prints it: numbers inside rounded, values of a dict as text."""
+    """Format plain data as the source does: numbers are rounded, values of a dict become text."""
     if isinstance(value, Mapping):
         return str({key: rounded(item, decimals) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -100,21 +100,21 @@ def rounded(value: Any, decimals: int = 2) -> str:
 
 
 def line(cells: Mapping[str, str]) -> str:
-    """``head: value  head: value``, as printed."""
+    """Return the row as the console line ``head: value  head: value``."""
     return "  ".join(f"{head}: {value}" for head, value in cells.items())
 
 
 def check(path: Path, columns: Iterable[str]) -> None:
-    """ValueError if the file holds a table of other columns."""
+    """Raise ValueError if the file holds a table with other columns."""
     text = files.read_text(path) if path.exists() else ""
     if text and text.partition("\n")[0] != "\t".join(columns):
         raise ValueError(f"{path} has other columns; give another --exp-name, or move it")
 
 
 def append(path: Path, cells: Mapping[str, str]) -> None:
-    """Add a row; to a new file its header first. ValueError if the file has other columns."""
+    """Add a row, to a new file after a header. Raise ValueError if the file has other columns."""
     check(path, cells)
     if not path.exists() or not path.stat().st_size:
         files.append_line(path, "\t".join(cells))
-    # no tabs and line ends inside
+    # cells must not contain tabs or line ends
     files.append_line(path, "\t".join(plain(" ".join(each.split())) for each in cells.values()))

@@ -1,1 +1,1 @@
-"""The public functions, one file each: the only room where rooms of one level are combined."""
+"""The public functions, one file each. Only this room combines rooms of one level."""

@@ -1,8 +1,8 @@
 """apply: lay out a module that you wrote, or one of Hugging Face, as a plan says.
 
-In: a plan, the module with its weights, and which strategy each weight takes
-(``models.strategies``), known for LlamaForCausalLM and the like. Out: the same module, changed in
-place, with a report of what is cut how and of what could not be mapped. The loop is yours: make the
+In: a plan, the module with its weights, and a strategy for each weight (``models.strategies``),
+with defaults for LlamaForCausalLM and the like. Out: the same module, changed in place, with a
+report of how each weight is cut and which could not be mapped. The training loop is yours: make the
 optimizer afterwards, and divide the loss by the number of microbatches.
 """
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from meshwise.parallel.mesh import MeshPlace
 
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in a name
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # a layer's number in a name
 Row = tuple[str, str, str]
 log = logging.getLogger("meshwise")
 
 
 class Unmapped(NamedTuple):
-    """A parameter with its shape, or a pattern with none, and why it is not mapped."""
+    """A parameter with its shape, or a pattern without one, and why it is not mapped."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Unmapped(NamedTuple):
 @dataclass(frozen=True)
 class Applied:
     """The laid-out module; ``print`` it for a report. ``mapped``: strategies by parameter.
-    ``units``: modules sharded, recomputed and compiled each by itself."""
+    ``units``: modules that are each sharded, recomputed and compiled separately."""
 
     model: "nn.Module"
     place: "MeshPlace"
@@ -55,7 +55,7 @@ class Applied:
 
     @property
     def data_rank(self) -> int:
-        """The share of a batch that is this rank's, of ``layout.dp``; tp ranks have the same."""
+        """This rank's number among the ``layout.dp`` shares of a batch; equal for tp ranks."""
         import torch.distributed as dist
 
         return dist.get_rank() // self.place.layout.tp
@@ -65,15 +65,15 @@ class Applied:
         return self.place.layout
 
     def before_backward(self, *, last: bool) -> None:
-        """Say before each microbatch's backward whether it is the step's last; it spares traffic
-        where gradients are accumulated, and changes no result."""
+        """Tell FSDP2, before each microbatch's backward, whether it is the step's last one. This
+        saves communication if you accumulate gradients, and changes no result."""
         from meshwise.parallel import data
 
         data.before_backward(self.model, self.layout, last=last)
 
     def clip_gradients(self, max_norm: float) -> "Tensor":
-        """Scale gradients to a norm of at most ``max_norm``, those of divided experts too, as
-        torch.nn.utils.clip_grad_norm_ does; return the norm before, on the device."""
+        """Scale gradients to a norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_
+        does, with divided experts too. Return the norm before, on the device."""
         from meshwise.engine import optimizer
 
         moved = [p for p in self.model.parameters() if p.grad is not None]
@@ -86,7 +86,7 @@ class Applied:
             [(name, _sizes(shapes.get(name, ())), said) for name, said in cut.items()],
             [(name, _sizes(shape), why) for name, shape, why in self.unmapped],
         )
-        name = type(self.model).__name__.removeprefix("FSDP")  # which FSDP2 puts in front
+        name = type(self.model).__name__.removeprefix("FSDP")  # FSDP2's prefix
         # the loop is the user's: its microbatches are not the layout's
         title = f"{name} as {re.sub(r' mb[0-9]+x[0-9]+', '', self.layout.name)}"
         said = (*self.notes, _data_parallel(self.layout), _gathered(self.units))
@@ -100,7 +100,7 @@ class Applied:
 
 
 def _data_parallel(layout: Layout) -> str:
-    """Say what the data ranks do with the weights."""
+    """Say how the data ranks hold the weights."""
     count = layout.data_ranks
     if count == 1:
         return "One data rank has the whole batch."
@@ -127,8 +127,8 @@ def _gathered(units: Sequence[str]) -> str:
 
 
 def _alike(*tables: Sequence[Row]) -> list[tuple[Row, ...]]:
-    """Put layers that are alike on one line: ``layers.*.up (8)``, or with their numbers where
-    other layers have something else."""
+    """Put equal layers on one line: ``layers.*.up (8)``, or with their numbers if other layers
+    differ."""
     said_of: dict[str, set[str]] = {}
     for name, _, said in itertools.chain(*tables):
         said_of.setdefault(NUMBER.sub("*", name), set()).add(said)
@@ -167,16 +167,16 @@ def apply(
 ) -> Applied:
     """Lay ``model`` out over the joined ranks, in place.
 
-    ``plan``: a plan, its file, or a layout alone. ``strategies``: pattern -> strategy. ``units``:
-    patterns of the modules that are gathered, recomputed and compiled each by itself, by default
-    the children of the outermost ModuleLists. ``divided``: patterns of integer attributes that
-    count heads or features, of which each tp rank then has a share. Known classes have defaults for
-    all three. ``dtype``, ``lowering`` and ``recipe`` are the plan's; for a layout fp32, eager and
-    the defaults. ``init``: (name, tensor) -> the whole value of a tensor on the meta device.
+    ``plan``: a plan, its file, or only a layout. ``strategies``: pattern -> strategy. ``units``:
+    patterns of modules that are each gathered, recomputed and compiled separately, by default the
+    children of the outermost ModuleLists. ``divided``: patterns of integer attributes that count
+    heads or features and are divided by tp. Known classes have defaults for all three. ``dtype``,
+    ``lowering`` and ``recipe`` default to the plan's, or with a layout to fp32, eager and
+    ``Recipe()``. ``init``: (name, tensor) -> the whole value of a tensor on the meta device.
 
-    Of the recipe, weights, reduce and prefetch are used here; the optimizer is yours. What cannot
-    be done is a ValueError that names it: pipelines, cp, sequence_parallel, selective
-    recomputation, heads that tp does not divide, shares of a tied weight in different units.
+    This uses weights, reduce and prefetch of the recipe; the optimizer is yours. A ValueError names
+    what is not supported: pipelines, cp, sequence_parallel, selective recomputation, heads that tp
+    does not divide, a tied weight in two different units.
     """
     if isinstance(plan, Path | str):
         plan = files.take(plan, Plan)
@@ -215,7 +215,7 @@ def apply(
 def _applied(
     model: "nn.Module", place: "MeshPlace", laid: "Laid", warnings: tuple[str, ...]
 ) -> Applied:
-    """Report which parameters are mapped and which are not."""
+    """Make the report: which parameters are mapped, and which are not."""
     layout, given = place.layout, laid.assigned.strategies
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     whole = "no pattern names it; replicated over tp"
@@ -231,7 +231,7 @@ def _applied(
 def _uncut(
     name: str, layout: Layout, given: Mapping[str, str | None], wishes: Known
 ) -> tuple[str, ...]:
-    """Warn of ranks that would do the same work, unless that is what was asked for."""
+    """Warn if no weight is cut over tp, so that all tp ranks do the same work."""
     if layout.tp == 1 or any(kind is not None and kind not in WHOLE for kind in given.values()):
         return ()
     why = "the strategies cut none of its weights"
@@ -241,7 +241,7 @@ def _uncut(
 
 
 def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
-    """Refuse what cannot be done to a module that is not ours."""
+    """Refuse settings that a module which is not ours cannot have."""
     unfit = {
         "Layout.pp": (layout.pp > 1, "a pipeline needs to know a model's layers; use 1"),
         "Layout.cp": (layout.cp > 1, "attention is the module's own; use 1"),
@@ -266,7 +266,7 @@ def _wishes(
     units: Sequence[str] | None,
     divided: Sequence[str] | None,
 ) -> Known:
-    """Take what the user gave, else what is known of the class, else guess the units."""
+    """Take the user's wishes, else the defaults of the class, else guess the units."""
     known = known_strategies.known(kind.__name__ for kind in type(model).__mro__)
     known = known or Known({}, _children_of_lists(model))
     return Known(

@@ -18,7 +18,7 @@ def calibrate(
     out: Path | str = "costs.json",
 ) -> Costs:
     """Fit prices to the samples of ``run`` (run directories), by default the newest run of
-    ``measure profile`` that holds any."""
+    ``measure profile`` that has samples."""
     from meshwise import fit
 
     chosen = [Path(path) for path in files.several(run)]

@@ -1,4 +1,4 @@
-"""compare: two runs in, the ratio of every case they share and the verdict out."""
+"""compare: take two runs, return the ratio of every case they share and a verdict."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from meshwise.verbs import files
 def compare(
     a: Path | str, b: Path | str, *, fail_if: str | None = None, force: bool = False
 ) -> Comparison:
-    """Tell whether run ``b`` is faster than run ``a``; both are run directories or samples.jsonl.
+    """Tell whether run ``b`` is faster than run ``a``. Both are run directories or samples.jsonl.
 
-    ``fail_if``: ``slower>5%`` or ``faster>5%``; the cases it caught are in ``failed``. Samples of
-    different timing methods or regimes are refused unless ``force``. Two layouts of one model,
-    workload, dtype and cluster are compared step by step.
+    ``fail_if``: ``slower>5%`` or ``faster>5%``; ``failed`` then has the cases that match. Samples
+    of different timing methods or regimes are refused unless ``force``. Two layouts of one model,
+    workload, dtype and cluster are compared by their steps.
     """
     (info_a, samples_a), (info_b, samples_b) = files.load(a), files.load(b)
     return pages.compare(

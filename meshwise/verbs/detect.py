@@ -13,9 +13,9 @@ log = logging.getLogger("meshwise")
 def detect(
     *, nproc: int | None = None, peak: str | tuple[str, ...] = (), out: Path | str = "cluster.toml"
 ) -> Cluster:
-    """The cluster this process would run on, written to ``out``.
+    """Detect the cluster this process would run on; write it to ``out``.
 
-    ``nproc``: devices (on a CPU, ranks) to use of each host; all by default. ``peak``: FLOP/s that
+    ``nproc``: devices (on a CPU, ranks) to use on each host; all by default. ``peak``: FLOP/s that
     the datasheet does not give, as ``bf16=990e12``; several are allowed.
     """
     cluster = look(nproc, files.several(peak))

@@ -1,4 +1,4 @@
-"""The files between verbs: taken by default from the working directory, and always announced."""
+"""Files that verbs hand to each other, by default in the working directory. Reading logs them."""
 
 import logging
 import tempfile
@@ -19,8 +19,8 @@ _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 
 
 def take(path: Path | str, kind: type[T]) -> T:
-    """Read ``path`` and say so; a missing file names the verb that writes it. A cluster may also
-    be the name of one that comes with Meshwise, as ``h100-hgx``."""
+    """Read ``path`` and log it. If it is missing, the error names the verb that writes it. A
+    cluster may also be the name of one that comes with Meshwise, as ``h100-hgx``."""
     others = ""
     if kind is Cluster and not Path(path).exists():
         from meshwise import machine
@@ -48,19 +48,19 @@ def record(given: T | Path | str, kind: type[T]) -> T:
 
 
 def several(value: T2 | tuple[T2, ...]) -> tuple[T2, ...]:
-    """Make a tuple of one thing or of several."""
+    """Return a tuple as it is, and a single value as a tuple of one."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def announce(path: Path | str, what: str = "") -> None:
-    """``using ./cluster.toml``, ``using the newest run runs/...``."""
+    """Log ``using ./cluster.toml`` or ``using the newest run runs/...``."""
     shown = Path(path) if Path(path).is_absolute() else f"./{Path(path)}"
     log.info("using %s%s", f"{what} " if what else "", shown)
 
 
 def keep(path: Path | str, record: Cluster | Plan) -> None:
-    """Copy the file at ``path`` to ``path.bak``, unless it holds this record: it may be edited by
-    hand, or in use."""
+    """Copy the file at ``path`` to ``path.bak``, unless it holds this record. It may have been
+    edited by hand, or be in use."""
     path = Path(path)
     if not path.is_file():
         return
@@ -74,8 +74,8 @@ def keep(path: Path | str, record: Cluster | Plan) -> None:
 
 
 def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
-    """Refuse beforehand what could not be written afterwards: folders, and CSV files in theirs.
-    ``field``: the option that names it."""
+    """Refuse paths early that could not be written later: folders, and the folders of CSV files.
+    ``field``: the option that gave them."""
     for path in map(Path, paths):
         folder = path.parent if path.suffix == ".csv" else path
         try:
@@ -89,8 +89,8 @@ def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
 
 
 def load(path: Path | str) -> tuple[RunInfo, list[Sample]]:
-    """A run by its directory, its run.json or samples.jsonl; lines that had to be left out are
-    said."""
+    """Load a run from its directory, its run.json or samples.jsonl. Log lines that were left
+    out."""
     run_dir = Path(path)
     if run_dir.name in ("run.json", "samples.jsonl"):
         run_dir = run_dir.parent

@@ -1,13 +1,13 @@
 """Forecast what a refit moves and how fast it could be, before anything runs. Pure, no torch.
 
 In: a ``Resharding`` and the rates of links and memory. Out: a ``Forecast``. The predicted time is
-that of the plan's busiest link, stage after stage, or of its busiest memory (``bounds.busiest_s``);
-launching, packing in staging and verifying come on top. The bounds are those of ``bounds.limits``.
+that of the plan's busiest link, stage after stage, or of its busiest memory (``bounds.busiest_s``).
+It leaves out launching, packing in staging and verifying. The bounds come from ``bounds.limits``.
 
-The least cap is 1 MiB a peer and the tables of the tiles, for each stage. Two slots each way and
-one tile of 64 KiB a peer, kept free in every slot, are 256 KiB a peer; with 1 MiB three quarters of
-a slot carry messages, with little more than 256 KiB nearly nothing, in steps without end. A tile is
-at least half full but for the last two of a box: 2 x bytes / 64 KiB + 2 x boxes tiles at most.
+The least cap is, for each stage, 1 MiB a peer and the tables of the tiles. There are two slots each
+way, and each keeps a 64 KiB tile free for every peer: 256 KiB a peer. With 1 MiB, three quarters of
+a slot carry messages; with little over 256 KiB almost none of it does, so steps have no end. Tiles
+are at least half full but the last two of a box: at most 2 x bytes / 64 KiB + 2 x boxes tiles.
 """
 
 import time
@@ -28,12 +28,12 @@ from meshwise.units import format_bytes, format_rate, parse_bytes
 Loads = npt.NDArray[np.int64]
 
 MATRIX_RANKS = 16
-PLACED_RANKS = 16  # up to so many, what --place would save is always worked out
-PEER_BYTES = 2**20  # of a cap, for each rank that a rank exchanges with
+PLACED_RANKS = 16  # up to this many ranks, always compute what --place would save
+PEER_BYTES = 2**20  # of the cap, for each peer of a rank
 
 
 class LinkRates(NamedTuple):
-    """``rates`` of ranks and hosts, and how many ranks a host has."""
+    """``rates`` of ranks and hosts, and the ranks of a host."""
 
     rates: bounds.Rates
     host_ranks: int
@@ -43,8 +43,8 @@ class LinkRates(NamedTuple):
 
 
 def links(cluster: Cluster, rate: str | float | None = None) -> LinkRates | None:
-    """``rate``, as ``373GB/s``, is that of a rank within its host; by default what was measured on
-    H200, for H100 too, else what the cluster's file says. None where it says nothing."""
+    """Return the rates of links. ``rate``, as ``373GB/s``, is a rank's within its host. The default
+    is our H200 measurement for H200 and H100, else the cluster's file; None if it has none."""
     device, per_host = cluster.device, cluster.num_devices_per_host
     inner = cluster.tiers[0] if cluster.tiers else None
     if rate is not None:
@@ -63,7 +63,7 @@ def links(cluster: Cluster, rate: str | float | None = None) -> LinkRates | None
 
 
 def _parsed(rate: str | float) -> float:
-    """Bytes a second; ValueError names the option."""
+    """Parse bytes a second. The ValueError names the option."""
     refused = ValueError(f"rate = {rate!r}: must be bytes a second, as 373GB/s")
     try:
         found = float(
@@ -77,7 +77,7 @@ def _parsed(rate: str | float) -> float:
 
 
 def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:
-    """The plan in numbers; of few ranks also what renumbering the destination's would leave."""
+    """Return the plan's figures. With few ranks, add the wire bytes after renumbering (--place)."""
     started = time.perf_counter()
     source, destination = sides(op)
     plan = _plan(source, destination, given)
@@ -116,7 +116,7 @@ def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:
 
 
 def sides(op: Resharding) -> tuple[Holdings, Holdings]:
-    """The holdings of ranks before and after."""
+    """Return the holdings of ranks before and after."""
     destination = holdings(op.model, op.destination)
     if op.placement:
         destination = transfer.renumbered(destination, op.placement)
@@ -124,8 +124,8 @@ def sides(op: Resharding) -> tuple[Holdings, Holdings]:
 
 
 def known(op: Resharding, num_ranks: int, given: LinkRates | None) -> dict[str, float]:
-    """Figures of a sample's plan, and of its time where rates are known; ValueError where the model
-    cannot be laid out so, or not be moved under the cap."""
+    """Return the forecast's figures for a sample, none without rates. Raise ValueError if the model
+    cannot be laid out so, or cannot be moved under the cap."""
     if given is not None:
         return metrics(forecast(op, num_ranks, given))
     plan = transfer.plan(*sides(op))
@@ -134,12 +134,12 @@ def known(op: Resharding, num_ranks: int, given: LinkRates | None) -> dict[str, 
 
 
 def placement(op: Resharding) -> tuple[int, ...]:
-    """The numbers of the destination's ranks that leave the fewest bytes on the wire."""
+    """Renumber the destination's ranks so that the fewest bytes go over the wire."""
     return transfer.place(*sides(msgspec.structs.replace(op, placement=())))
 
 
 def metrics(found: Forecast) -> dict[str, float]:
-    """The figures of a forecast that a sample keeps."""
+    """Return the figures of a forecast that a sample keeps."""
     kept = (
         *("wire_bytes", "max_in_bytes", "max_out_bytes", "num_slices", "num_messages"),
         *("bound_s", "predicted_s"),
@@ -154,8 +154,8 @@ def metrics(found: Forecast) -> dict[str, float]:
 
 
 class _MemoryNeed(NamedTuple):
-    """Extra memory of the rank that takes most: the least that will do, for how many ``peers``,
-    and what it takes if the cap allows it."""
+    """Extra memory of the rank that needs most: the least that works, the most it would use without
+    a cap, and the largest number of ``peers`` of a rank."""
 
     least_bytes: int
     most_bytes: int
@@ -178,8 +178,8 @@ def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _M
 
 
 def _tile_bytes(op: Resharding) -> int:
-    """Return the most bytes of a tile's tables: lines of 7 words, copied and perhaps hashed again
-    (before with delta, at both ends with full), 3 hashes, and 2 words of padding."""
+    """Return the most bytes of a tile's tables. A tile has lines of 7 words (one to copy, one more
+    to hash with delta, two more with full), 3 hashes, and 2 words of padding."""
     lines = 3 if op.verify == "full" else 1 if op.changed is None else 2
     return 8 * (7 * lines + 5)
 
@@ -207,7 +207,7 @@ def _plan(source: Holdings, destination: Holdings, given: LinkRates) -> transfer
 
 
 def _bounds(limits: bounds.Limits, rates: bounds.Rates) -> tuple[Bound, ...]:
-    """Each of them, the one of the ranks' links first."""
+    """List the bounds, the first of which is that of the ranks' links."""
     of_ranks, of_hosts = rates.rank_bytes_per_s, rates.host_bytes_per_s
     found = {
         "ingress": (limits.ingress_s, of_ranks),
@@ -241,8 +241,8 @@ def _held_bytes(held: Holdings, rank: int, placement: tuple[int, ...] = ()) -> i
 
 
 def held_bytes(op: Resharding, num_ranks: int) -> list[int]:
-    """Weights of each rank before and after, which it holds at once; afterwards twice if ``atomic``
-    lets nobody see them half moved."""
+    """Return the bytes of weights that each rank holds at once: those before and those after. With
+    ``atomic``, which hides half-moved weights, those after count twice."""
     source, destination = sides(op)
     return [
         _held_bytes(source, rank) + (1 + op.atomic) * _held_bytes(destination, rank)
@@ -251,7 +251,7 @@ def held_bytes(op: Resharding, num_ranks: int) -> list[int]:
 
 
 def _placed(source: Holdings, destination: Holdings, given: LinkRates) -> int:
-    """The bytes on the wire once the destination's ranks are renumbered."""
+    """Return the bytes on the wire after renumbering the destination's ranks."""
     order = transfer.place(source, destination)
     plan = _plan(source, transfer.renumbered(destination, order), given)
     return sum(int(stage.sum() - np.trace(stage)) for stage in transfer.loads(plan))

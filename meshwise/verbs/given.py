@@ -1,4 +1,4 @@
-"""Plans of a model and a layout that the user gives, without prices; and what can be no plan.
+"""Make plans without prices from the user's model and layout, and check plans.
 
 In: names, records, JSON or files of them. Out: a ``Plan`` without a prediction, or a ValueError
 that names what does not fit, before any process starts.
@@ -12,8 +12,8 @@ from meshwise.verbs import files, measure
 
 
 def plan(asked: RunOptions) -> Plan:
-    """Plan how to run a model on this machine. Without a layout its batch is divided over all
-    devices, and so is a training's state; without a batch size the layout's counts."""
+    """Plan how to run a model on this machine. Without a layout, divide the batch over all devices,
+    and in training the state too (zero 3). The batch size defaults to the layout's."""
     model, nproc = asked.model, asked.nproc
     assert model is not None
     chosen = catalogue.find_any(model)
@@ -64,7 +64,7 @@ def build(
     lowering: str,
     recipe: Recipe,
 ) -> Plan:
-    """Make the plan, checked."""
+    """Make a plan and check it."""
     from meshwise import search
 
     if dtype not in ("fp32", "bf16"):
@@ -85,7 +85,7 @@ def build(
 
 
 def check(plan: Plan) -> None:
-    """Refuse a plan that cannot run here, whoever wrote it."""
+    """Refuse a plan that cannot run here, no matter who wrote it."""
     from meshwise import search
 
     search.check(plan.model, plan.workload, plan.layout)

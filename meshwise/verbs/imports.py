@@ -1,4 +1,4 @@
-"""measure import: results of other tools become run directories of our records."""
+"""measure import: turn results of other tools into run directories of our records."""
 
 import hashlib
 import importlib.metadata
@@ -21,13 +21,13 @@ def import_files(
     cluster: Path | str | None = None,
     runs: Path | str = "runs",
 ) -> list[Path]:
-    """One run directory for each file: the text or JSON of nccl-tests, the text of PARAM comms,
-    Primus' CSVs, NCCL traces.
+    """Make one run directory for each file: the text or JSON of nccl-tests, the text of PARAM
+    comms, Primus' CSVs, NCCL traces.
 
-    All files are read before the first directory is made. Those that can be read are stored and
-    logged; one ValueError at the end names the others. ``cluster``: of the machine that was
-    measured; without it, it is made of the devices that the file names. What a file's sizes and
-    times mean, and all that is suspicious in it, is logged and stored in the run's provenance.
+    All files are read before the first directory is made. Readable files are stored and logged; one
+    ValueError at the end names the others. ``cluster``: the measured machine, by default made from
+    the devices that the file names. Anything suspicious is logged. The run's provenance keeps it,
+    and what the file's sizes and times mean.
     """
     several = (paths,) if isinstance(paths, str | Path) else tuple(paths)
     if not several:
@@ -49,7 +49,7 @@ def import_files(
 
 
 def _read(path: Path, machine: Cluster | None) -> tuple[importers.Found, Cluster]:
-    """Read what the file holds and where it was measured."""
+    """Read a file's contents, and the cluster it was measured on."""
     found = importers.read(path, machine)
     place = machine or _cluster(found, path)
     size = found.world_size or 1
@@ -62,7 +62,7 @@ def _read(path: Path, machine: Cluster | None) -> tuple[importers.Found, Cluster
 
 
 def _refusal(refused: dict[str, str], num_stored: int) -> str:
-    """One line of all reasons by path; files that are refused for the same reason share it."""
+    """Return all reasons in one line; files refused for the same reason are listed together."""
     if len(refused) == 1 and not num_stored:
         (path, reason), *_ = refused.items()
         return reason if Path(path).name in reason else f"{path}: {reason}"
@@ -76,7 +76,7 @@ def _refusal(refused: dict[str, str], num_stored: int) -> str:
 
 
 def _command(given: Path | str, several: tuple[Path | str, ...]) -> tuple[str, ...]:
-    """The words that the user typed, without the other files."""
+    """Return the words that the user typed, without the other files."""
     typed = job.command("import_files")
     others = {str(path) for path in several} - {str(given)}
     return (*typed[:3], *(word for word in typed[3:] if word not in others))
@@ -104,7 +104,7 @@ def _stored(
 
 
 def _provenance(path: Path, found: importers.Found) -> dict[str, Any]:
-    """The file's own facts; nothing of this machine, which measured nothing."""
+    """Return the file's facts. This machine measured nothing, so its own facts are left out."""
     try:
         version = importlib.metadata.version("meshwise")
     except importlib.metadata.PackageNotFoundError:
@@ -126,8 +126,8 @@ def _provenance(path: Path, found: importers.Found) -> dict[str, Any]:
 
 
 def _cluster(found: importers.Found, path: Path) -> Cluster:
-    """The devices that the file names, with what is known of them by name, and unknown links. Of a
-    trace, which holds no times, the device does not matter: so many on one host."""
+    """Make a cluster from the devices that the file names, with their known data and unknown links.
+    A trace has no times, so its device does not matter: take one host of unknown devices."""
     from meshwise import machine
 
     size, num_hosts = found.world_size or 1, found.num_hosts
@@ -162,7 +162,7 @@ def _cluster(found: importers.Found, path: Path) -> Cluster:
 
 
 def _memory_bytes(name: str) -> int | None:
-    """Look the device up, by any of its names, in the cluster files that are shipped."""
+    """Return a device's memory from the shipped cluster files, by any of its names."""
     from meshwise import machine
 
     entry = machine.known_device(name)

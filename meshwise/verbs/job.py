@@ -1,7 +1,7 @@
-"""Shared by the verbs that start ranks: how many, which of them reports, and how it ended.
+"""Helpers of the verbs that start ranks: how many ranks, which one reports, how the run ended.
 
-Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and rank 0's
-request is the one that counts.
+Under torchrun or srun every rank runs the verb. Only rank 0 writes and prints, and all ranks use
+rank 0's request.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def num_ranks(
     num_hosts: int | None = None,
     num_devices_per_host: int | None = None,
 ) -> int | None:
-    """Return the one number that all these options set; None when none is given."""
+    """Return the number of ranks that these options agree on; None if none is given."""
     if (num_hosts is None) != (num_devices_per_host is None):
         raise ValueError("--num-hosts and --num-devices-per-host go together; give both")
     hosts = None if num_hosts is None else num_hosts * (num_devices_per_host or 0)
@@ -60,7 +60,7 @@ def num_ranks(
 
 
 def meet_at(address: str | None, port: int | None) -> None:
-    """Set where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
+    """Set where the ranks of several hosts meet, for a launcher that does not set it (srun)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     given = {"MASTER_ADDR": address, "MASTER_PORT": None if port is None else str(port)}
@@ -68,7 +68,7 @@ def meet_at(address: str | None, port: int | None) -> None:
 
 
 def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
-    """Return how many ranks to start; refuse what the launcher or the cluster cannot hold."""
+    """Return how many ranks to start; refuse more than the launcher or the cluster has."""
     launched = launcher.world_size(asked)
     size = launched or (default if asked is None else asked)
     if not 1 <= size <= cluster.num_devices:
@@ -109,7 +109,7 @@ def check_machine(cluster: "Cluster", size: int) -> None:
 
 
 def command(verb: str) -> tuple[str, ...]:
-    """Return the words that the user typed, credentials masked; the verb if called from Python."""
+    """Return the words that the user typed, with credentials masked; in Python, the verb's name."""
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
     return ("meshwise", *masked_words(sys.argv[1:])) if typed else (f"meshwise.{verb}(...)",)
@@ -124,8 +124,8 @@ def created(
     plan: "Plan | None" = None,
     **facts: object,
 ) -> Path:
-    """Make the run directory of the rank that leads, with ``facts`` in its provenance. Another
-    rank gets ``runs``, where it writes nothing."""
+    """Make the run directory, on the rank that leads, with ``facts`` in its provenance. Other ranks
+    get ``runs`` and write nothing there."""
     if not leads():
         return Path(runs)
     from meshwise import provenance, store
@@ -147,7 +147,7 @@ def created(
 
 
 def _close(run_dir: Path, reason: str) -> None:
-    """Record, when the program quits, that a run under way was interrupted."""
+    """Record that a run was interrupted, if the program quits while it is running."""
     from meshwise import store
     from meshwise.spec import RunInfo
 
@@ -162,7 +162,7 @@ def append_failed(
     reason: str,
     **metrics: float,
 ) -> None:
-    """Append a case without times, from the rank that leads."""
+    """Append a sample without times, on the rank that leads."""
     from meshwise import store
     from meshwise.spec import Sample
 
@@ -174,7 +174,7 @@ def append_failed(
 
 
 def samples(run_dir: Path) -> dict[str, "Sample"]:
-    """Return the samples so far by case; none on a rank that does not lead and cannot see them."""
+    """Return the samples so far by case; none on a rank without access to the run directory."""
     from meshwise.verbs import files
 
     if not leads() and not (run_dir / "run.json").exists():
@@ -183,7 +183,7 @@ def samples(run_dir: Path) -> dict[str, "Sample"]:
 
 
 def finish(run_dir: Path) -> None:
-    """Record in run.json how the run ended, by its samples."""
+    """Record in run.json how the run ended, as its samples tell."""
     from meshwise import store
     from meshwise.spec import ending
 
@@ -195,7 +195,7 @@ def finish(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Lock the run while the body runs; ValueError when another process writes to it."""
+    """Lock the run while the body runs. Raise ValueError if another process writes to it."""
     if not leads():
         yield
         return
@@ -223,7 +223,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 def recorded(run_dir: Path, kept: str) -> Iterator[None]:
     """Record in run.json how the ranks ended; ``kept`` is added to a signal's error.
 
-    torchrun sends SIGTERM when another rank failed: an error on its way here may say which.
+    torchrun sends SIGTERM if another rank failed. An error already raised here may say which one.
     """
     try:
         with signals.raised(unless_failing=not starts()):
@@ -239,7 +239,7 @@ def recorded(run_dir: Path, kept: str) -> Iterator[None]:
         }
         reason = str(error) if isinstance(error, signals.Ended) else outside.get(type(error))
         status = "interrupted" if reason else "failed"
-        with contextlib.suppress(OSError, ValueError):  # of a folder that is gone: error says more
+        with contextlib.suppress(OSError, ValueError):  # folder gone: error says more
             store.finish(run_dir, status, reason or str(error) or repr(error))
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None

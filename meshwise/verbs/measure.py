@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("meshwise")
 
 DEFAULT_CLUSTER = "cluster.toml"
-QUICK_S = 65.0  # of measuring: starting ranks and the last case take the rest of 90 s
-MOST_HUNG = 3  # cases in a row, then the machine is at fault and not a case
+QUICK_S = 65.0  # seconds of measuring; starting ranks and the last case take the rest of 90 s
+MOST_HUNG = 3  # hung cases in a row; then the machine is at fault, not a case
 
 
 def measure(
     what: str | MeasureOptions = "profile", **options: Any
 ) -> Path | list[tuple[Case, float]]:
-    """Measure into a run directory whose path is returned. With ``dry_run`` nothing is written, and
-    the cases are returned with about how many seconds each would take.
+    """Measure into a run directory and return its path. With ``dry_run`` write nothing and return
+    the cases, with about how many seconds each would take.
 
-    ``what``: profile (what prices rest on), gemm, attention, collectives, fsdp, overlap or health;
-    or one of their records, with its options. Where options take records, file names do. A missing
-    cluster.toml is detected first.
+    ``what``: profile (for the prices), gemm, attention, collectives, fsdp, overlap or health; or
+    one of their records, with its options. Options that take records also take file names. A
+    missing cluster.toml is detected first.
     """
     asked = what if isinstance(what, MeasureOptions) else _asked(what, options)
     budget_s = QUICK_S if asked.quick and asked.what != "health" else None
@@ -80,7 +80,7 @@ measure.__doc__ = "\n\n".join(
 
 
 def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
-    """The record of a kind of measurement; an option that it does not have is refused by name."""
+    """Make the record of a kind of measurement. The error for an unknown option names it."""
     if what not in KINDS:
         logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
         raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}{logs}")
@@ -96,14 +96,14 @@ def _no_such(name: str, what: str) -> ValueError:
 
 
 def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluster, int]:
-    """The machine, and how many of its devices take part."""
+    """Return the machine, and how many of its devices take part."""
     machine = machine_of(cluster, nproc, keep=keep)
     return machine, job.world_size(nproc, machine, default=machine.num_devices)
 
 
 def machine_of(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
-    """The cluster in ``path``. Where cluster.toml is missing it is this machine, all of it, though
-    only ``nproc`` ranks may take part now; written if ``keep``."""
+    """Read the cluster in ``path``. If cluster.toml is missing, detect all of this machine, even if
+    only ``nproc`` ranks take part now, and write it if ``keep``."""
     if Path(path).exists() or str(path) != DEFAULT_CLUSTER:
         return files.take(path, Cluster)
     log.info("%s does not exist: looking at this machine", path)
@@ -114,7 +114,7 @@ def machine_of(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
 
 
 def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
-    """bf16 on GPUs and fp32 on CPUs unless ``dtype`` says otherwise."""
+    """Make the scope of cases. ``dtype`` defaults to bf16 on GPUs and fp32 on CPUs."""
     from meshwise.probe.cases.scope import Scope
     from meshwise.spec.op import DTYPE_BYTES
 
@@ -125,7 +125,7 @@ def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
 
 
 def loaded(asked: MeasureOptions) -> MeasureOptions:
-    """Return the record with what its names mean: models, and what is in files."""
+    """Return the record with names replaced by what they stand for: models, contents of files."""
     from meshwise.models import catalogue, primus
 
     read: dict[str, Callable[[Any], Any]] = {
@@ -152,7 +152,7 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
 
 
 def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Collectives, also as nccl-tests and NCCL spell them: all_reduce_perf, AllReduce."""
+    """Parse names of collectives; nccl-tests' and NCCL's too: all_reduce_perf, AllReduce."""
     from meshwise.spec.op import CollectiveKind
 
     known = {kind.replace("_", ""): kind for kind in get_args(CollectiveKind)}
@@ -190,8 +190,8 @@ def _follow(asked: MeasureOptions) -> "Follow":
 
 
 def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
-    """The newest run of the same cases on this cluster; where there is none, the error says which
-    command began the newest of other cases or ranks, since its options are what is missing."""
+    """Find the newest run of the same cases on this cluster. If there is none, the error shows the
+    command of the newest run with other cases or ranks, whose options may be missing here."""
     others = []
     for run_dir in reversed(store.runs_of(runs, f"measure-{what}")):
         info = store.read(run_dir / "run.json", RunInfo)
@@ -209,8 +209,8 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
 
 
 def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOptions) -> None:
-    """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
-    are started again for the others."""
+    """Measure the cases that have no sample yet. Record a case that hangs. If we started the ranks,
+    start them again for the other cases."""
     import msgspec
 
     from meshwise import launch
@@ -219,14 +219,14 @@ def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOpti
     kept = f"what was measured is in {run_dir}, --resume continues"
     if asked.resume and job.leads():
         before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
-        if before.hung:  # ranks that a launcher started were not started again
+        if before.hung:  # a launcher's ranks were not started again
             _record_hung(run_dir, str(before))
     started, restarts_left = time.monotonic(), len(request.cases)
     budget_s = request.budget_s
     while True:
         skip = _measured(run_dir)
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
-        if done and job.starts():  # ranks of a launcher meet: rank 0's list is the one that counts
+        if done and job.starts():  # a launcher's ranks go on and meet, as rank 0's list counts
             log.info("all %d cases are measured already", len(request.cases))
             job.finish(run_dir)  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)
@@ -252,7 +252,7 @@ def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOpti
 
 
 def _record_hung(run_dir: Path, reason: str) -> bool:
-    """Make the case that was in hand a sample; False when there is none, or too many hung."""
+    """Record the case under way as hung. Return False if there is none, or if too many hung."""
     from meshwise.probe.sweep import CURRENT
 
     current = run_dir / CURRENT
@@ -272,6 +272,6 @@ def _record_hung(run_dir: Path, reason: str) -> bool:
 
 
 def _measured(run_dir: Path) -> frozenset[str]:
-    """The cases that need not be measured again."""
+    """Return the ids of cases that need not be measured again."""
     samples = job.samples(run_dir).items()
     return frozenset(case_id for case_id, sample in samples if sample.status != "error")

@@ -1,11 +1,10 @@
 """Compare the least memory that ranks need with what the machine has, before any process starts.
 
-In: a plan and its options. Out: a reason in words. A device needs its weights and, in training,
-gradients, moments and the copies it computes with; decoding keys and values; a check on one device
-the whole model beside its own. Activations come on top and are not counted (except on the host,
-where offload sends the inputs of layers), nor is the processes' own memory: what is refused cannot
-run, while what is not may still not fit. On CPUs all ranks of a host share its memory, a
-container's limit included.
+In: a plan and its options. Out: a reason in words. A device needs its weights. Training adds
+gradients, moments and compute copies; decoding adds keys and values. A check needs the whole model
+on rank 0's device. Activations are not counted (except layer inputs that offload sends to the
+host), nor is the processes' own memory. So a refused plan cannot run, but one that passes may still
+not fit. On CPUs all ranks of a host share its memory, or less under a container's limit.
 """
 
 import sys
@@ -36,13 +35,13 @@ def check(plan: Plan, asked: RunOptions) -> None:
 
 
 def shortage(plan: Plan, asked: RunOptions) -> str:
-    """Say what memory a plan lacks; "" if none is known to be missing."""
+    """Say what memory a plan lacks; "" if it lacks none that we know of."""
     devices, hosts = needed(plan, asked)
     return missing(plan.cluster, devices, hosts)
 
 
 def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] = ()) -> str:
-    """Say what ``cluster`` lacks for ranks that need so many bytes of their devices and hosts."""
+    """Say what memory ``cluster`` lacks if each rank needs these bytes of its device and host."""
     device, per_host = cluster.device, cluster.num_devices_per_host
     shared = device.kind == "cpu"
     most = max(devices)
@@ -64,14 +63,14 @@ def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] =
 
 
 def _host_bytes(cluster: Cluster) -> int:
-    """Return the memory of this host, or less where the cluster's file says so."""
+    """Return the memory of this host, or less if the cluster's file says so."""
     shares = cluster.num_devices_per_host * cluster.device.memory_bytes
     said = shares if cluster.device.kind == "cpu" else cluster.host_memory_bytes
     return min(machine.host_memory_bytes(), said or sys.maxsize)
 
 
 def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
-    """Return the bytes that each rank needs of its device, and of its host besides."""
+    """Return the bytes that each rank needs on its device, and those on its host."""
     layout, model = plan.layout, plan.model
     devices, hosts = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
@@ -94,8 +93,8 @@ def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
 
 
 def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -> float:
-    """Return the bytes of a weight's element on a device of its stage, as if tp cut every
-    weight."""
+    """Return the bytes that one element of a weight takes on a device of its stage. This counts
+    every weight as cut by tp."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]
     if asked.mode == "decode":
@@ -113,7 +112,7 @@ def _moments(plan: Plan) -> int:
 
 
 def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
-    """Return the bytes of a layer's keys and values, for a device's sequences to their ends."""
+    """Return the bytes of a layer's keys and values, for a device's sequences at full length."""
     assert not isinstance(plan.model, WideResNet)
     rows, tokens = plan.workload.global_batch_size // inside.dp, plan.workload.seq_len + new_tokens
     op = attention(plan.model, rows, tokens, dtype=plan.dtype)
@@ -122,7 +121,8 @@ def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
 
 
 def _offloaded_bytes(plan: Plan, inside: Layout, layers: range) -> float:
-    """Return the bytes of a microbatch's inputs of layers; the last layer's stay on the device."""
+    """Return the bytes of a microbatch's layer inputs, except the last layer's, which stays on the
+    device."""
     shape = plan.model, inside.microbatch_size, plan.workload.seq_len
     inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[:-1])
     return inputs * DTYPE_BYTES[plan.dtype] / inside.cp / inside.tp

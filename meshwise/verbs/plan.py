@@ -1,7 +1,7 @@
-"""plan: a model and prices in, the fastest layout that fits out (plan.json).
+"""plan: take a model and prices, write the fastest layout that fits (plan.json).
 
-Prices are those of costs.json and, where it has none, of its cluster's data sheet; with ``cluster``
-alone all are of the data sheet. Links between more hosts than were measured are, too.
+Prices come from costs.json, and missing ones from its cluster's data sheet. With only ``cluster``
+all come from the data sheet. So do links between more hosts than were measured.
 """
 
 import logging
@@ -24,10 +24,10 @@ log = logging.getLogger("meshwise")
 
 @keywords(PlanOptions)
 def plan(asked: PlanOptions) -> Plan:
-    """Search the legal layouts of a model on ``gpus`` devices for the ``top`` fastest that fit,
-    and the fastest pipeline to compare them with if none of them is one. Prices are those of
-    costs.json; with ``cluster`` its data sheet's instead, or with both the measured host's, and
-    between hosts the cluster's. Models and layouts may be records.
+    """Search the legal layouts of a model on ``gpus`` devices for the ``top`` fastest that fit. If
+    none of them is a pipeline, add the fastest pipeline for comparison. Prices come from
+    costs.json, or with ``cluster`` from its data sheet. With both ``costs`` and ``cluster``, prices
+    within a host are measured, those between hosts the cluster's. Models, layouts may be records.
     """
     from meshwise import search
     from meshwise.models import catalogue
@@ -70,7 +70,7 @@ def plan(asked: PlanOptions) -> Plan:
 
 
 def _warn_of_memory(plan: Plan) -> None:
-    """Warn where a given layout needs more than a device has; the search lists only what fits."""
+    """Warn if a given layout needs more memory than a device has. A search lists only what fits."""
     cluster, prediction = plan.cluster, plan.prediction
     limit = cluster.usable_bytes
     if prediction is not None and prediction.peak_memory_bytes > limit:
@@ -83,7 +83,7 @@ def _warn_of_memory(plan: Plan) -> None:
 def _prices(
     cluster: Path | str | None, hosts: int | None, costs: Path | str | None, *, measured_only: bool
 ) -> Costs:
-    """Take the prices of costs, of a cluster, or of both."""
+    """Return prices from costs, from a cluster, or from both."""
     described = None if cluster is None else files.take(cluster, Cluster)
     if costs is None and described is not None:
         if measured_only:
@@ -122,8 +122,8 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
 
 
 def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
-    """Give the model positions for ``seq_len`` tokens: a row each in a GPT's table, angles of
-    rotary positions elsewhere."""
+    """Give the model positions for ``seq_len`` tokens: more rows in a GPT's table, or more rotary
+    positions in other models."""
     if isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
         return model
     what = "table of positions" if isinstance(model, Model) else "rotary positions"
@@ -135,7 +135,7 @@ def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
 
 
 def _loaded(model: AnyModel) -> AnyModel:
-    """Let plans count with the 95th percentile of a rank's rows."""
+    """Let plans assume the 95th percentile of the rows that experts send to a rank."""
     experts = None if isinstance(model, WideResNet) else model.experts
     if experts is None:
         raise ValueError(f"expert_load = 'p95': {model.name or 'the model'} has no experts")

@@ -1,8 +1,8 @@
 """refit: move synthetic weights between two layouts, check every element, time it.
 
-One run directory for all scenarios, methods and modes asked for; each is a case and is measured in
-freshly started ranks, since a process cannot change its back end of symmetric memory. The live
-thing, for a training loop, is ``meshwise.Refit``.
+All scenarios, methods and modes asked for share one run directory. Each is a case with freshly
+started ranks, because a process cannot change its back end of symmetric memory. To refit real
+weights in a training loop, use ``meshwise.Refit``.
 """
 
 import functools
@@ -33,16 +33,16 @@ from meshwise.verbs import files, forecast, job, measure, memory
 
 log = logging.getLogger("meshwise")
 
-MOST_RANKS = 4096  # that a plan takes a minute for, not hours
-MOST_BYTES = 2**50  # of a cap, and of a model
-LAPTOP = "h200-hgx"  # of a dry run, where no cluster is named or cluster.toml has no links
+MOST_RANKS = 4096  # a plan for so many takes a minute, not hours
+MOST_BYTES = 2**50  # limit of a cap and of a model
+LAPTOP = "h200-hgx"  # a dry run's cluster if none is named, or if cluster.toml has no links
 
 
 @keywords(RefitOptions)
 def refit(asked: RefitOptions) -> Path | list[Forecast]:
-    """Measure into a run directory whose path is returned; with ``dry_run`` only say what would
-    move: a ``Forecast`` for each scenario and mode, without torch. Positional arguments are names
-    of scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
+    """Measure into a run directory and return its path. With ``dry_run`` return a ``Forecast`` of
+    what would move for each scenario and mode, without torch. Positional arguments are names of
+    scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
     """
     _check(asked)
     cap_bytes = _cap_bytes(asked.cap)
@@ -62,7 +62,7 @@ def refit(asked: RefitOptions) -> Path | list[Forecast]:
 
 
 class _Task(NamedTuple):
-    """A scenario in one mode. ``methods``: those that the menu names."""
+    """A scenario in one mode. ``methods``: those that the menu fixes, or ()."""
 
     scenario: Scenario
     methods: tuple[str, ...]
@@ -91,7 +91,7 @@ class _Task(NamedTuple):
 
 
 class _Todo(NamedTuple):
-    """``reason``: why it cannot be measured here. ``metrics``: known before it is."""
+    """A case, the ``reason`` why it cannot be measured here or "", and ``metrics`` known before."""
 
     case: Case
     reason: str
@@ -119,7 +119,7 @@ def _check(asked: RefitOptions) -> None:
 
 
 def _check_sizes(tasks: Sequence[_Task], asked: RefitOptions) -> None:
-    """Refuse models and ranks so large that planning takes for ever, or cannot be drawn."""
+    """Refuse models and ranks that are too many to plan in reasonable time, or to draw."""
     nproc, figure = asked.nproc, asked.figure
     for number, one in enumerate(tasks):
         size = nproc or one.num_ranks
@@ -144,7 +144,7 @@ def _cap_bytes(cap: str | int) -> int:
 
 
 def _scenarios(asked: RefitOptions) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
-    """Yield what is asked for, with the user's changes, and the methods that the menu names."""
+    """Yield the scenarios asked for, with the user's changes, and the methods the menu fixes."""
     usual_dtype: Any = asked.dtype or (None if asked.model is None else "bf16")
     changed = functools.partial(
         cases.changed,
@@ -186,9 +186,9 @@ def _forecasts(tasks: Sequence[_Task], asked: RefitOptions) -> list[Forecast]:
 
 
 def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> list[_Todo]:
-    """One for each scenario, mode and method; ranks that are too few, or a method without its
-    device, are a reason and not an error, since the others can be measured. All are laid out and
-    those with ranks enough are planned here, so that no run begins with what cannot be."""
+    """List a case for each scenario, mode and method. Too few ranks, too little memory or a missing
+    device is a reason and not an error, since other cases can run. Lay out all, and plan those with
+    enough ranks, so that impossible cases are refused before the run begins."""
     found, nproc, method = [], asked.nproc, asked.method
     given = forecast.links(machine, asked.rate)
     limit = machine.num_devices if nproc is None else job.world_size(nproc, machine, default=nproc)
@@ -218,7 +218,7 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> lis
 
 
 def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: RefitOptions) -> Path:
-    """Case after case into one run directory, and into the log."""
+    """Measure case after case into one run directory, and write the log."""
     possible = [one.case.world_size for one in todo if not one.reason]
     size = job.world_size(None, machine, default=max(possible, default=1))
     job.check_machine(machine, size)
@@ -242,7 +242,7 @@ def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: RefitOptions) -
 
 
 def _measure(todo: _Todo, run_dir: Path, asked: RefitOptions) -> None:
-    """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
+    """Measure one sample. If we started the ranks, one that dies or hangs ends only this case."""
     from meshwise import launch
 
     case = todo.case
@@ -262,7 +262,7 @@ def _measure(todo: _Todo, run_dir: Path, asked: RefitOptions) -> None:
 
 
 def _log_path(output_dir: Path | str | None) -> Path:
-    """OUTPUT_DIR/logs/RUN_ID.log, named as Megatron's launcher names it."""
+    """Return OUTPUT_DIR/logs/RUN_ID.log, with the names of Megatron's launcher."""
     folder = Path(output_dir or os.environ.get("OUTPUT_DIR") or "benchmark_results")
     of_job = os.environ.get("SLURM_JOB_ID") or "local"
     run_id = os.environ.get("RUN_ID") or f"benchmark_{time.strftime('%y%m%d_%H%M%S')}_{of_job}"

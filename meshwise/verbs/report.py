@@ -1,5 +1,5 @@
-"""report: one self-contained page of the runs, prices and plan that exist; or pictures, a text and
-a page of how ring attention scales."""
+"""report: write one self-contained page of the existing runs, prices and plan; or pictures, a text
+and a page of how ring attention scales."""
 
 import logging
 from pathlib import Path
@@ -27,9 +27,9 @@ def report(
     plan: Path | str = "plan.json",
     out: Path | str = "report.html",
 ) -> Path:
-    """Write the page and return its path. ``named``: the only runs to show beside those of the plan
-    and of the prices. For what is missing the page has a sentence; nothing at all is a ValueError
-    that names the first verb."""
+    """Write the page and return its path. ``named``: runs to show, besides those of the plan and of
+    the prices; other runs are left out. The page has a sentence for each missing part. If
+    everything is missing, a ValueError names the verb to begin with."""
     return write(gather(runs, costs, plan, named), out)
 
 
@@ -37,8 +37,8 @@ def gather(
     runs: Path | str, costs: Path | str, plan: Path | str, named: tuple[Path | str, ...] = ()
 ) -> Contents:
     """Gather the prices, the plan, the runs of its model on its cluster, the runs that the prices
-    rest on, and those named. If none is named, no plan means all runs of plans, and no prices mean
-    all that was measured."""
+    were fitted from, and those named. If none is named and there is no plan, take all runs of
+    plans; without prices, take all measurements."""
     prices, chosen = _found(costs, Costs), _found(plan, Plan)
     asked = {Path(path).resolve() for path in named}
     paths = {path.resolve(): path for path in (*store.runs_of(runs), *map(Path, named))}
@@ -77,15 +77,15 @@ def write(contents: Contents, out: Path | str) -> Path:
 
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
-    """Draw the results of `measure ring` in a folder and return the paths of pictures, a text and a
-    page, written to the same folder unless given. ValueError if there are no results."""
+    """Draw the results of `measure ring` in a folder. Write pictures, a text and a page to
+    ``output_dir``, by default the same folder; return the paths. ValueError without results."""
     from meshwise.pages.scaling import read
 
     return write_scaling(read(results_dir), output_dir or results_dir)
 
 
 def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
-    """Write pictures, text and page of results that were read."""
+    """Write the pictures, the text and the page of loaded results."""
     from meshwise.pages import scaling_figures
     from meshwise.pages.scaling import text
 

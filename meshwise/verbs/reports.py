@@ -14,7 +14,7 @@ log = logging.getLogger("meshwise")
 
 
 def derived(asked: MeasureOptions, cluster: Cluster, size: int) -> list[Derived]:
-    """Return the cases on ``size`` devices with their models, in the order of Primus' files."""
+    """List the cases on ``size`` devices with their models, in the order of Primus' files."""
     listing: Callable[..., list[Derived]] = importlib.import_module(
         f"meshwise.probe.cases.{asked.what}"
     ).derived
@@ -29,7 +29,7 @@ def derived(asked: MeasureOptions, cluster: Cluster, size: int) -> list[Derived]
 def write(
     what: str, run_dir: Path | str, rows: Sequence[Derived], asked: Mapping[str, Path | str]
 ) -> None:
-    """Write reports of the ``rows`` that ``derived`` gave. ``asked``: paths by option."""
+    """Write reports of ``rows``, which come from ``derived``. ``asked``: paths by option."""
     from meshwise.pages import primus
 
     found = {sample.case_id: sample for sample in files.load(run_dir)[1]}

@@ -1,7 +1,7 @@
-"""measure ring: long attention over rings of ranks, how it scales, and whether it is right.
+"""measure ring: attention of long sequences over rings of ranks; time, scaling and a check.
 
-One run directory for all lengths and ring sizes, measured by one job of ranks, in mode ``all`` by
-one for each ring size. The source's JSON is derived from it into ``output_dir``, with a copy
+One job of ranks measures all lengths and ring sizes into one run directory; in mode ``all`` there
+is a job for each ring size. ``output_dir`` gets the results as the source's JSON, with a copy
 ``latest.json``.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("meshwise")
 
 OUTPUT_DIR = "benchmark_results/ring_v2_collective"
-MOST_TOKENS = 1024  # of a check: its oracle holds every pair of tokens
+MOST_TOKENS = 1024  # limit of a check, as its oracle holds every pair of tokens
 
 
 class Asked(NamedTuple):
-    """Rows to measure, and where."""
+    """The rows to measure, and the machine."""
 
     options: RingOptions
     chosen: cases.RingSettings
@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """``document``: the JSON. ``run_dir`` and ``files`` are empty if nothing was to be saved."""
+    """``document``: the JSON. With ``no_save``, ``run_dir`` is None; ``files`` has traces only."""
 
     document: dict[str, Any]
     run_dir: Path | None
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 @keywords(RingOptions)
 def asked(ring: RingOptions) -> Asked:
-    """Complete the options by the environment and the machine."""
+    """Complete the options with the environment's and the machine's."""
     machine, size = measure.place(ring.cluster, ring.nproc, keep=not ring.dry_run)
     if ring.mode == "large" and ring.nproc is None and job.starts():
         size = min(size, cases.LARGE_RANKS)
@@ -76,8 +76,8 @@ def asked(ring: RingOptions) -> Asked:
 
 
 def measure_ring(what: Asked) -> Measured:
-    """Measure every row. With ``profile`` each rank leaves a Chrome trace of the first one in
-    ``output_dir`` (OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
+    """Measure every row. With ``profile`` each rank writes a Chrome trace of the first row to
+    ``output_dir`` (default: OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
     ring, save = what.options, not what.options.no_save
     job.check_machine(what.machine, what.world_size)
     if not job.starts() and what.chosen.own_world:
@@ -102,7 +102,7 @@ def measure_ring(what: Asked) -> Measured:
 
 
 def forecast(what: Asked) -> list[dict[str, Any]]:
-    """List what would be measured, row by row, without torch: by which way, what moves."""
+    """List the rows that would be measured, without torch: the way of exchange, the bytes moved."""
     prices, found = what.prices, []
     for row in what.rows:
         op, size = _op(row), row.case.world_size
@@ -125,7 +125,7 @@ def forecast(what: Asked) -> list[dict[str, Any]]:
 
 
 def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
-    """Checks of every ring size that the ranks can form, and what to know of them; on CPUs in
+    """Check every ring size that the ranks can form; return the checks and notes on them. CPUs use
     float64. Long sequences are scaled down, since the oracle holds every pair of tokens."""
     from meshwise import launch
     from meshwise.probe.ring_verify import VerifyRequest
@@ -156,7 +156,7 @@ def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
-    """The ring sizes that the ranks can form, and why not the others."""
+    """Return the ring sizes that the ranks can form, and why they cannot form the others."""
     sizes = sorted(set(what.chosen.ring_sizes))
     why = {size: cases.unfit(size, what.world_size, what.world_size) for size in sizes}
     unfit = [reason for reason in why.values() if reason]
@@ -172,7 +172,7 @@ def _op(row: cases.RingSweep) -> Any:
 
 
 def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
-    """Rows that cannot be measured first, then one job for each world."""
+    """Record the rows that cannot be measured, then start one job for each world size."""
     rows, prices = what.rows, what.prices
     for row in rows:
         if row.reason:
@@ -189,8 +189,8 @@ def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
 def _requests(
     rows: Sequence[cases.RingSweep], what: Asked, prices: Prices | None, run_dir: Path, trace: str
 ) -> Iterator["RingRequest"]:
-    """Yield what is left to do until nothing is: a job that dies is started anew for the rows
-    behind the one that it died in, if the ranks are ours."""
+    """Yield requests until no row is left. If we start the ranks and a job dies, the next request
+    has the rows after the one it died in."""
     from meshwise.probe.ring import RingRequest
 
     known = {
@@ -216,7 +216,7 @@ def _requests(
 
 
 def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None:
-    """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
+    """Run one job. If it dies, record the row it died in as an error, unless it is recorded."""
     from meshwise import launch
     from meshwise.probe.loop import CURRENT
 
@@ -245,7 +245,7 @@ def _fail(run_dir: Path, row: cases.RingSweep, status: Any, reason: str) -> None
 
 
 def _ended_job(last: Sample, failed: Exception) -> bool:
-    """Whether this row tells already what the job died of."""
+    """Whether this row already records why the job died."""
     named = re.search(re.escape(label(last.case)) + r"(?!\d)", str(failed))
     return last.status in ("oom", "error") and named is not None
 
@@ -260,7 +260,7 @@ def _document(run_dir: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
-    """The JSON and its copy latest.json."""
+    """Write the JSON and its copy latest.json."""
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
     paths = [folder / page.file_name(found), folder / "latest.json"]
     return [write_whole(path, text) for path in paths]

@@ -1,7 +1,7 @@
-"""run: execute a plan, and its runners-up if asked, or a model in a layout; a run directory each.
+"""run: execute a plan, and its runners-up if asked, or a model in a layout.
 
-A run directory holds one sample of op ``step``, or says why there is none. The suites of Alpa's
-benchmark are in ``verbs.suite``.
+Each gets a run directory, which holds one sample of op ``step`` or says why there is none. The
+suites of Alpa's benchmark are in ``verbs.suite``.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ log = logging.getLogger("meshwise")
 
 @keywords(RunOptions)
 def run(asked: RunOptions) -> list[Path] | list[Plan]:
-    """Execute a plan, or a model in a layout: the run directories, or with ``dry_run`` the plans.
+    """Execute a plan, or a model in a layout; return run directories, or with ``dry_run`` plans.
 
-    The plan is plan.json by default; its runners-up run too where ``rivals`` says so. Models,
+    The plan is plan.json by default. The first ``rivals`` of its runners-up run too. Models,
     layouts and recipes may be records.
     """
     asked.check_mode()
@@ -70,7 +70,7 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
 
 
 def _planned(asked: RunOptions) -> Plan:
-    """Read the plan; refuse options that the plan has itself."""
+    """Read the plan; refuse options that the plan sets itself."""
     for name in ("layout", "recipe", "global_batch_size", "seq_len", "dtype", "lowering"):
         if (value := getattr(asked, name)) is not None:
             raise ValueError(f"{name} = {value}: a plan has its own; give it with --model")
@@ -86,8 +86,8 @@ def _planned(asked: RunOptions) -> Plan:
 
 
 def _prompted(asked: RunOptions) -> RunOptions:
-    """Give decoding as many prompts as the layout has rows, or one without a layout, and make them
-    short enough for the new tokens."""
+    """Set decoding's defaults: as many prompts as the layout has rows, or one without a layout, and
+    short enough to leave room for the new tokens."""
     model, new_tokens, seq_len = asked.model, asked.new_tokens, asked.seq_len
     assert model is not None
     chosen = catalogue.find_any(model)
@@ -115,7 +115,7 @@ def _prompted(asked: RunOptions) -> RunOptions:
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
     """Return the first runners-up as plans of their own: other layouts first, then those that
-    differ from one before in microbatches or recomputation alone."""
+    differ from an earlier one only in microbatches or recomputation."""
     if count > 0 and plan.prediction is None:
         raise ValueError(f"rivals = {count}: are a plan's, and this is none; leave it out")
     if not 0 <= count <= len(plan.runners_up):
@@ -142,13 +142,13 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
 
 
 def _alike(layout: Layout) -> tuple[Any, ...]:
-    """Return the fields that make a layout another one for whoever compares."""
+    """Return the layout's fields, except those of microbatches and recomputation."""
     fewer = {"microbatch_size", "num_microbatches", "recompute", "recompute_layers"}
     return tuple(getattr(layout, name) for name in layout.__struct_fields__ if name not in fewer)
 
 
 def _check(plan: Plan, asked: Course) -> None:
-    """Refuse, before any process starts, what the ranks could not do."""
+    """Refuse options that the ranks could not carry out, before any process starts."""
     if asked.mode == "decode":
         from meshwise.engine import decode, frame
 
@@ -213,7 +213,7 @@ def carry_out(
 ) -> None:
     """Start the ranks, or join those that a launcher started, and wait for their end.
 
-    However it ends, run.json says so. ``finished``: the run directories to name after Ctrl-C.
+    run.json records how it ended in every case. ``finished``: run directories to name on Ctrl-C.
     """
     from meshwise import launch
     from meshwise.engine.frame import RunRequest
@@ -243,7 +243,7 @@ def carry_out(
 
 
 def _keep_steps(plan: Plan, run_dir: Path) -> None:
-    """Keep the steps of a training that broke off as a sample that says why."""
+    """Keep the steps of a training that broke off as a sample with the reason."""
     from meshwise.timing import METHOD_VERSION
 
     if not (steps := store.steps(run_dir)):
@@ -264,7 +264,7 @@ def _keep_steps(plan: Plan, run_dir: Path) -> None:
 
 
 def _draw_timelines(plan: Plan, run_dir: Path) -> None:
-    """Draw a profiled step, and the predicted one, in one form."""
+    """Write the timelines of the profiled and the predicted step, in the same form."""
     if not (run_dir / "phases.json").exists():
         return
     from meshwise import timeline

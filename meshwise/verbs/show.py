@@ -1,7 +1,7 @@
-"""show: any file of ours in, its record out; the command line prints it as tables.
+"""show: read any of our files and return its record; the command line prints it as tables.
 
-``follow`` traces one operation of a plan from the model to its place in the sum; ``pattern``
-explains a pattern of attention.
+``follow`` traces one operation from the model to its share of the predicted step; ``pattern``
+explains an attention pattern.
 """
 
 import difflib
@@ -36,7 +36,7 @@ KINDS = (
 )
 log = logging.getLogger("meshwise")
 
-# Records by a field that only they have.
+# A field that only this record has -> the record.
 _KINDS: dict[str, type[Cluster | Costs | Plan | Phases | TraceCheck]] = {
     "tiers": Cluster,
     "surfaces": Costs,
@@ -50,9 +50,9 @@ _TOLD_EVERY_S = 10.0
 
 def show(path: Path | str) -> Shown:
     """Return the record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory,
-    run.json or samples.jsonl), phases.json, nccl_check.json, or a checkpoint. A checkpoint's folder
-    is read with all data verified, its checkpoint.json without. The fields of a file say what it
-    is, not its name."""
+    run.json or samples.jsonl), phases.json, nccl_check.json, or a checkpoint. For a checkpoint's
+    folder all data are verified, for its checkpoint.json none. A file is recognised by its fields,
+    not by its name."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
@@ -98,9 +98,9 @@ def _verified(path: Path) -> Verified:
 def follow(
     path: Path | str, node: str, costs: Path | str = "costs.json"
 ) -> "tuple[Explained, ...]":
-    """Follow ``node`` of the model (``layers.0.up``) into the plan at ``path``, priced by the costs
-    that the plan was made from. A file that is no plan and an unknown node are a ValueError; for
-    the node it suggests the nearest name."""
+    """Follow ``node`` of the model (``layers.0.up``) into the plan at ``path``. Prices are those
+    that the plan was made from. A file that is no plan, or an unknown node, raises a ValueError;
+    for a node it suggests the nearest name."""
     from meshwise import models, search
     from meshwise.prices import unmeasured
 
@@ -120,7 +120,7 @@ def follow(
 
 
 def followed(tasks: "tuple[Explained, ...]") -> Table:
-    """Show a row for each task of a rank."""
+    """Make a table with a row for each task of a rank."""
     return listed(
         "From the model to the plan, on one rank",
         tasks,
@@ -141,7 +141,7 @@ def followed(tasks: "tuple[Explained, ...]") -> Table:
 
 @keywords(Pattern)
 def pattern(asked: Pattern) -> "Cover":
-    """Explain what a pattern of attention covers, costs and moves; dense without segments."""
+    """Explain what an attention pattern covers, costs and moves. Without segments it is dense."""
     from meshwise.attention import cover, shards
 
     if asked.ranks > asked.seq_len:

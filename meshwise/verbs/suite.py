@@ -1,8 +1,8 @@
 """run --suite and --sweep: the cases of Alpa's benchmark one after the other, and their tables.
 
 In: a suite's name. Out: for each case a run directory, the source's console lines and a row of
-``{exp_name}.tsv``; of inference a row of ``inference_prof_res.tsv`` besides. A case that crashes,
-hangs or runs out of memory is such a row too, and the suite goes on.
+``{exp_name}.tsv``; for inference also a row of ``inference_prof_res.tsv``. A case that crashes,
+hangs or runs out of memory gets a row too, and the suite goes on.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ def silent(_: str) -> None:
 
 
 def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
-    """Run the cases of a suite for the number of devices that was asked for, by default all.
+    """Run the cases of a suite for the number of devices asked for, by default all.
 
-    A case that can never run so, as a pipeline with ``shard_only``, is recorded as skipped;
-    ValueError if that is true of all, or before the first for whatever else is wrong.
+    A case that can never run so, as a pipeline with ``shard_only``, is recorded as skipped. Raise
+    ValueError if no case can run, or for any other fault, before the first case starts.
     """
     cluster, size = _place(asked)
     _check(name, asked)
@@ -56,8 +56,8 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
 
 
 def listed(name: str, asked: Suite, say: Say = silent) -> list[Listed]:
-    """List what a suite would run: each case with its plan, and what was changed or why it cannot
-    run. ValueError as of ``run_suite``."""
+    """List what a suite would run: each case with its plan and its changes, or why it cannot run.
+    Raise ValueError as ``run_suite`` does."""
     cluster, size = _place(asked)
     _check(name, asked)
     found: list[Listed] = []
@@ -73,9 +73,9 @@ def listed(name: str, asked: Suite, say: Say = silent) -> list[Listed]:
 def swept(
     name: str, asked: Suite, say: Say, do: Callable[[str, Suite, Say], list[T]]
 ) -> dict[int, list[T]]:
-    """Do ``run_suite`` or ``listed`` for a sweep's suite on each of its cluster shapes that is
-    here, as the source's run_exp; which are not is said. By number of devices; ValueError if none.
-    """
+    """Call ``do`` (``run_suite`` or ``listed``) for a sweep's suite on each cluster shape, like the
+    source's run_exp. Report shapes that cannot run here; raise ValueError if none can. Return
+    results by number of devices."""
     sweep = next((sweep for sweep in suites.sweeps() if sweep.name == name), None)
     if sweep is None:
         known = ", ".join(sweep.name for sweep in suites.sweeps())
@@ -107,7 +107,7 @@ def swept(
 
 
 def _place(asked: Suite) -> tuple[Cluster, int]:
-    """The machine, and how many of its devices take part."""
+    """Return the machine, and how many of its devices take part."""
     hosts = asked.num_hosts
     if asked.local and (hosts > 1 or not job.starts()):
         raise ValueError("local: starts the ranks on this host alone; leave it out")
@@ -121,7 +121,7 @@ def _place(asked: Suite) -> tuple[Cluster, int]:
 def _prepared(
     name: str, cluster: Cluster, size: int, asked: Suite
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
-    """Every case of a suite with its plan, or why it has none; ValueError if none has."""
+    """List every case of a suite with its plan, or why it has none. ValueError if none has one."""
     kind, cases = suites.kind(name), suites.cases(name, size)
     found = [(case, prepared(kind, case, cluster, size, asked)) for case in cases]
     refused = [one for _, one in found if isinstance(one, ValueError)]
@@ -151,7 +151,7 @@ def _check(name: str, asked: Suite) -> None:
 
 
 def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
-    """Run a case to its end, whatever that is, and say what the source says on the way."""
+    """Run a case, however it ends, and print the source's lines meanwhile."""
     from meshwise.launch import RanksFailed
 
     plan, size, niter = one.plan, one.plan.layout.num_devices, _num_iterations(asked)
@@ -167,7 +167,7 @@ def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
         carry_out(plan, timed, run_dir)
     except RanksFailed as error:
         if not job.starts():
-            raise  # the launcher ends all ranks
+            raise  # a launcher ends all ranks
         status, reason = "hung" if error.hung else "error", str(error)
     else:
         samples = store.load(run_dir)[1] if job.leads() else []
@@ -181,7 +181,7 @@ def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
 
 
 def _timed(name: str, asked: Suite) -> Suite:
-    """The options that each case is run with."""
+    """Return the options for each case's run."""
     mode: Any = "infer" if suites.is_inference(name) else "train"
     return dataclasses.replace(asked, mode=mode, steps=_num_iterations(asked) - 1, warmup=1)
 
@@ -190,7 +190,7 @@ def _finished(
     name: str, one: Prepared, sample: Sample, run_dir: Path, asked: Suite, say: Say
 ) -> CaseResult:
     times_s = sample.times_s
-    if not asked.driver_time:  # the first iteration was not timed, nor may the second count
+    if not asked.driver_time:  # the first was not timed; the second may be warm-up too
         times_s = times_s[suites.warmup_steps(_num_iterations(asked)) - 1 :]
     if suites.is_inference(name):
         stages_s = add_inference(suites.kind(name), one, sample, times_s)

@@ -1,7 +1,7 @@
-"""A benchmark case as a plan of this machine, smaller if it has to fit.
+"""Turn a benchmark case into a plan for this machine, made smaller if asked to fit.
 
-In: a case, the cluster and a number of its devices. Out: the plan and what the source counts of the
-case at the size that runs; or, as a value, the ValueError that says why there is no such plan.
+In: a case, the cluster and a number of its devices. Out: the plan, with the source's counts for the
+size that runs; or a ValueError, returned and not raised, that says why there is no plan.
 """
 
 from math import inf
@@ -16,12 +16,12 @@ from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConf
 from meshwise.suites.formulas import Counts
 from meshwise.verbs import given, memory
 
-_VOCAB = 128  # of the layers alone: so little that embedding and head hardly take time
-_CPU_FLOPS = 2e11  # of an iteration on each: seconds, where what fits its memory takes minutes
+_VOCAB = 128  # to time only the layers: embedding and head then take hardly any time
+_CPU_FLOPS = 2e11  # limit of an iteration on each CPU: takes seconds; what fits takes minutes
 
 
 class Prepared(NamedTuple):
-    """A case as it will run; ``case`` has the sizes that run, ``changes`` what was made smaller."""
+    """A case as it will run. ``case`` has the sizes that run, ``changes`` says what was shrunk."""
 
     case: BenchmarkCase
     plan: Plan
@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
 def prepared(
     kind: str, case: BenchmarkCase, cluster: Cluster, size: int, asked: Suite
 ) -> Prepared | ValueError:
-    """The plan of a case, smaller if it has to fit; or why there is none."""
+    """Return the plan of a case, made smaller if asked to fit, or why there is none."""
     inference = kind.endswith("_inference")
     try:
         layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
@@ -66,13 +66,13 @@ def prepared(
 
 
 def too_large(one: Prepared, asked: RunOptions) -> str:
-    """Say that a case needs more memory than there is; "" if that is not known."""
+    """Say that a case needs more memory than there is; "" if it is not known to."""
     lacks = memory.shortage(one.plan, asked)
     return f"does not fit: {lacks}; use --scale-to-fit" if lacks else ""
 
 
 def _layers_alone(whole: scale.Scaled) -> scale.Scaled:
-    """Give the model so few words that embedding and head take no time."""
+    """Give the model so small a vocabulary that embedding and head take hardly any time."""
     model = whole.model
     assert not isinstance(model, WideResNet)
     change = f"vocab {model.vocab} -> {_VOCAB}"
@@ -82,7 +82,7 @@ def _layers_alone(whole: scale.Scaled) -> scale.Scaled:
 
 
 def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
-    """The case with the sizes of the model that runs in its place."""
+    """Return the case with the sizes of the model that runs in its place."""
     model, workload, layout, _ = scaled
     config = case.model_config
     if isinstance(config, WResNetModelConfig):

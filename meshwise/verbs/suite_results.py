@@ -1,6 +1,6 @@
-"""Tell how a benchmark case ended as the source does: console lines and rows of its tables.
+"""Report how a benchmark case ended, in the source's console lines and table rows.
 
-In: a case, and the sample that its run left or the reason why there is none. Out: a ``CaseResult``.
+In: a case, and the sample of its run or the reason why there is none. Out: a ``CaseResult``.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from meshwise.suites.case import BenchmarkCase, LoadSolutionParallelArgs
 from meshwise.verbs.suite_cases import Prepared
 
 INFERENCE_TSV = "inference_prof_res.tsv"
-_PHASES = {  # the source's words: our metric
+_PHASES = {  # the source's words -> our metric
     "Prepare input": "data_s",
     "Create train state": "build_s",
     "Compile (driver)": "setup_s",
     "Compile (worker)": "compile_s",
 }
-_SOLUTION = {  # the source's key of the metadata: the field of the case
+_SOLUTION = {  # the source's key in the metadata -> the field of the case
     "forward_stage_layer_ids": "forward_stage_layer_ids",
     "submesh_shapes": "submesh_physical_shapes",
     "logical_mesh_shapes": "submesh_logical_shapes",
@@ -45,7 +45,7 @@ class CaseResult(Record, kw_only=True):
 
 
 def phases(sample: Sample, niter: int) -> Iterator[str]:
-    """The source's lines of a case that ran."""
+    """Yield the source's console lines for a case that ran."""
     for words, metric in _PHASES.items():
         yield (f" - {words}: {sample.metrics[metric]:.2f} s")
     for index in range(niter):
@@ -65,7 +65,7 @@ def result(
     status: str = "ok",
     reason: str = "",
 ) -> CaseResult:
-    """Put a case that ran, with the times that count, or one that did not into the table's row."""
+    """Make the result and table row of a case: with ``times_s`` if it ran, else with a reason."""
     counts, changes = (prepared.counts, prepared.changes) if prepared else (None, ())
     counts = counts or formulas.counts(case, suites.kind(name))
     tflops = formulas.tflops(counts.flops, fmean(times_s), size) if times_s else None
@@ -90,7 +90,7 @@ def result(
 
 
 def _metadata(case: BenchmarkCase) -> dict[str, Any]:
-    """The source's keys. Nothing is compiled ahead, so that there are no times of that."""
+    """Return the source's keys. We compile nothing ahead, so compilation times are None."""
     found = dict.fromkeys(("compilation_times", "compute_cost_file_name", *_SOLUTION))
     args = case.parallel_args
     if isinstance(args, LoadSolutionParallelArgs):
@@ -101,7 +101,7 @@ def _metadata(case: BenchmarkCase) -> dict[str, Any]:
 def add_inference(
     kind: str, prepared: Prepared, sample: Sample, times_s: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Write a case's row of stages; returns the seconds of each."""
+    """Write a case's row of stages; return the seconds of each stage."""
     weights, peaks, seconds = (
         each(sample.metrics, name) for name in ("stage_weight_bytes", "stage_peak_bytes", "stage_s")
     )

@@ -1,8 +1,8 @@
-"""tokens: batches from a token file for a loop of your own, the same under every layout.
+"""tokens: batches from a token file for your own training loop, the same under every layout.
 
-In: a file as ``engine.data`` reads them, sizes, and which share of each batch this rank computes.
-Out: (inputs, targets) of one optimizer step after the other, without end. Step s is made from the
-seed and s alone: start again at any step, with any number of data ranks.
+In: a file that ``engine.data`` reads, sizes, and which share of each batch this rank computes. Out:
+(inputs, targets) of one optimizer step after another, without end. Step s depends only on the seed
+and s, so you can start again at any step, with any number of data ranks.
 """
 
 import itertools
@@ -31,9 +31,9 @@ def tokens(
     """Yield (inputs, targets), int64 [global_batch_size / world_size, seq_len] each; targets are
     one token ahead of inputs.
 
-    ``rank`` of ``world_size`` data ranks (``Applied.data_rank``, ``Applied.layout.data_ranks``): tp
-    ranks read the same. Windows lie at random places of the file. What does not fit is a
-    ValueError, at once.
+    ``rank`` and ``world_size`` count data ranks (``Applied.data_rank``,
+    ``Applied.layout.data_ranks``): tp ranks read the same. Windows lie at random places of the
+    file. Arguments that do not fit raise a ValueError at once.
     """
     from meshwise.engine import data
 

@@ -1,4 +1,4 @@
-"""The part of ``run --nccl-trace`` around the ranks: what makes NCCL log, and what its logs say.
+"""The part of ``run --nccl-trace`` around the ranks: it makes NCCL log, and checks the logs.
 
 In: a run directory and its plan. Out: ``nccl/rank-<rank>.log``, the lines of calls without the
 host's name, and ``nccl_check.json``, a ``TraceCheck``.
@@ -16,11 +16,11 @@ from meshwise.spec.trace import TraceCheck
 log = logging.getLogger("meshwise")
 
 CHECK = "nccl_check.json"
-MOST_BYTES = 2**30  # of what NCCL logged for us
+MOST_BYTES = 2**30  # limit of a rank's log
 
 
 def check_possible(cluster: Cluster, *, check: bool) -> None:
-    """Refuse where there would be no trace, or one of more than the plan's steps."""
+    """Refuse settings that give no trace, or a trace of more than the plan's steps."""
     if cluster.device.kind != "cuda":
         raise ValueError("--nccl-trace needs GPUs: gloo writes no trace")
     if check:
@@ -30,7 +30,7 @@ def check_possible(cluster: Cluster, *, check: bool) -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """Name the variables that make NCCL log, each rank into a file of its own."""
+    """Return the variables that make NCCL log, each rank into a file of its own."""
     folder = (run_dir / "nccl").resolve()
     folder.mkdir()
     file = str(folder / "rank-{rank}.log").replace("%", "%%")  # NCCL fills in %h and %p
@@ -38,7 +38,7 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 
 def keep_calls(run_dir: Path) -> None:
-    """Cut the logs down to the lines of calls: the others may name hosts and addresses."""
+    """Cut the logs down to the lines of calls, because other lines may name hosts and addresses."""
     from meshwise.probe.importers import nccl_trace
 
     for path in sorted((run_dir / "nccl").glob("rank-*.log")):

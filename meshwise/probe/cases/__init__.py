@@ -1,5 +1,5 @@
-"""The cases that each kind of ``measure`` times, in their order. No torch.
+"""The cases that each kind of ``measure`` times, in order. No torch.
 
-Every module has one function, ``cases(scope, ...)``, whose keyword arguments are the options that
-this kind of measurement has on the command line and in ``meshwise.measure``.
+Each kind's module has a function ``cases(scope, asked)``. ``asked`` holds the options of this kind
+on the command line and in ``meshwise.measure``.
 """

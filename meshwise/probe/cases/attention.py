@@ -1,7 +1,7 @@
-"""``measure attention``: shapes of models, of lists or usual ones, by every back end. No torch.
+"""``measure attention``: shapes of models, listed or default shapes, by every back end. No torch.
 
-The order is shape by shape: forward of all back ends, then backward. A back end that a machine
-lacks is a case too, so that the record says that it was skipped, and why.
+The order is shape by shape, then back end by back end: forward, then backward. A back end that a
+machine lacks is a case too, so that the record says it was skipped, and why.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ class Heads(NamedTuple):
 
 
 class FlopScale(NamedTuple):
-    """``heads`` without models, over ``tokens`` in all, divided into sequences of each length."""
+    """Default shapes: each of ``heads`` with each of ``seq_lens``, ``tokens`` in a batch."""
 
     heads: tuple[Heads, ...]
     tokens: int
     seq_lens: tuple[int, ...]
-    of_models: int  # the sequence length, where the model allows it
+    of_models: int  # a model's sequence length, or less if the model allows only less
 
 
 GPU = FlopScale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 8192, 16384), 4096)
@@ -43,15 +43,15 @@ CPU = FlopScale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
 
 
 def cases(scope: Scope, asked: AttentionOptions) -> list[Case]:
-    """List the shapes by every back end, each once."""
+    """List each shape with every back end, no case twice."""
     return distinct(derived(scope, asked))
 
 
 def derived(scope: Scope, asked: AttentionOptions) -> list[Derived]:
-    """List cases with the model of each; a shape of two models comes twice. Each ``window`` is one
-    more case of every shape.
+    """List cases with their model; a shape of two models comes twice. Each ``window`` adds a case
+    to every shape.
 
-    Without models or shapes: 32 heads of 128, and 8 key heads, over 16384 tokens (less on CPUs).
+    Without models or shapes: 32 heads of 128, 32 or 8 key heads, 16384 tokens (less on CPUs).
     """
     windows, shapes = asked.windows, asked.shapes or ()
     backends, directions = asked.backends or BACKENDS, asked.directions or DIRECTIONS

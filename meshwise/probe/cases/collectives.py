@@ -1,7 +1,7 @@
-"""``measure collectives``: kinds x sizes x how they are called. No torch.
+"""``measure collectives``: kinds x sizes x ways to call them. No torch.
 
-Sizes come from a list, from a model's exchanges or from a plan; cases are ordered by size, so that
-any prefix tells something of every kind. ``between`` adds sizes where a measured curve bends.
+Sizes come from a list, from a model's exchanges or from a plan. Lists and plans are ordered by
+size, so a run cut short has every kind. ``between`` adds sizes where a measured curve bends.
 """
 
 import math
@@ -41,16 +41,16 @@ SYMMETRIC = {  # back ends of symmetric memory, and what they do
 BACKENDS = ("", "gloo", "nccl", *SYMMETRIC)
 PLACES = {"out": (False,), "in": (True,), "both": (False, True)}
 _IN_PLACE = (*IN_PLACE_ONLY, "all_gather", "reduce_scatter")
-_BEND = 0.15  # off the line through its neighbours by this much, a point is a bend
-_DROP = 0.05  # a larger message that is faster by this much is one, too
-_WIDE = 1.9  # gaps of a smaller factor are left as they are
+_BEND = 0.15  # a point this far off the line through its neighbours is a bend
+_DROP = 0.05  # so is a larger message that is faster by this much
+_WIDE = 1.9  # gaps of a smaller factor are not filled
 
 
 Listed = tuple[Model | Decoder, int, tuple[CollectiveKind, ...]]
 
 
 class Group(NamedTuple):
-    """A group of ranks, or several alike at once."""
+    """A group of ranks, or several equal groups that work at once."""
 
     size: int
     stride: int = 1
@@ -58,9 +58,9 @@ class Group(NamedTuple):
 
 
 def cases(scope: Scope, asked: CollectivesOptions) -> list[Case]:
-    """List every operation asked for, in every way asked for that its back ends have.
+    """List every operation asked for, in each way asked for that its back end supports.
 
-    Sizes are ``sizes``, or what models, a plan, uneven splits or tables of embeddings exchange.
+    Sizes are ``sizes``, or what models, a plan, uneven splits or embedding tables exchange.
     """
     _check(scope, asked)
     return list(
@@ -69,7 +69,7 @@ def cases(scope: Scope, asked: CollectivesOptions) -> list[Case]:
 
 
 def derived(scope: Scope, asked: CollectivesOptions) -> list[Derived]:
-    """List what each model exchanges when its layers are split over the group, with its name."""
+    """List each model's exchanges if its layers are split over the group, with their names."""
     return [
         Derived(*about, name, case)
         for about, name, op in _exchanged(scope, asked)
@@ -78,7 +78,7 @@ def derived(scope: Scope, asked: CollectivesOptions) -> list[Derived]:
 
 
 def _check(scope: Scope, asked: CollectivesOptions) -> None:
-    """Refuse options that say different things about the same, and what cannot be sent."""
+    """Refuse options that contradict each other, and what cannot be sent."""
     sized = {
         "splits": bool(asked.splits), "tables": asked.tables is not None, "pairs": asked.pairs,
         "plan": asked.plan is not None, "models": bool(asked.model),
@@ -107,7 +107,7 @@ def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:
 
 
 def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
-    """The operations, each once for its size."""
+    """List the operations asked for, for every size."""
     group = _group(scope.world_size, asked.groups, asked.ranks or ())
     if asked.splits or asked.tables is not None:
         sent = asked.splits or embedding_splits(asked.tables or "", "tables")
@@ -136,7 +136,7 @@ def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
 def _exchanged(
     scope: Scope, asked: CollectivesOptions
 ) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:
-    """The exchanges of each model's layers: what a ``Derived`` says about it, their names."""
+    """Yield the exchanges of each model's layers: the first fields of a ``Derived``, name, op."""
     group = _group(scope.world_size, asked.groups, asked.ranks or ())
     for model, length, sent in _listed(asked):
         experts = None if isinstance(model, Model) else model.experts
@@ -154,15 +154,15 @@ def _exchanged(
                 ) from None
             for one in exchanged:
                 op = one.collective
-                if op.group_size == group.size and group.ranks:  # a pair stays one of neighbours
+                if op.group_size == group.size and group.ranks:  # pairs stay neighbours
                     op = msgspec.structs.replace(op, ranks=group.ranks)
                 if op.kind in sent:
                     yield about, one.name, op
 
 
 def _listed(asked: CollectivesOptions) -> list[Listed]:
-    """The given models, and those of Primus' two lists, each with its length (of the lists 128
-    tokens at most on CPUs) and which kinds are of interest."""
+    """List the given models and those of Primus' two lists, each with its sequence length and the
+    kinds to measure."""
     kinds, both = _kinds(asked), ((primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True))
     lists = both if asked.primus_lists else ()
     given: list[Listed] = [
@@ -176,14 +176,14 @@ def _listed(asked: CollectivesOptions) -> list[Listed]:
 
 
 def _check_alone(**given: bool) -> None:
-    """Refuse options that say different things about the same."""
+    """Refuse more than one of these options."""
     several = [name for name, said in given.items() if said]
     if len(several) > 1:
         raise ValueError(f"{' and '.join(several)}: only one of them can be; leave the others out")
 
 
 def _called(scope: Scope, asked: CollectivesOptions, op: Collective) -> list[Case]:
-    """One operation in every way asked for that its back ends have."""
+    """List one operation in each way asked for that its back end supports."""
     return [
         Case(op=placed, regime=mode, backend=backend, world_size=scope.world_size)
         for backend in asked.backends or ("",)
@@ -205,7 +205,7 @@ def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
 
 
 def _sized(kind: CollectiveKind, size: int, group: Group, dtype: Dtype) -> Collective:
-    """The largest message of at most ``size`` that divides as the kind needs; size 0 if none."""
+    """Return the largest message up to ``size`` that divides as the kind needs; size 0 if none."""
     return Collective(
         kind=kind,
         size_bytes=divisible(kind, size, group.size, dtype),
@@ -217,11 +217,11 @@ def _sized(kind: CollectiveKind, size: int, group: Group, dtype: Dtype) -> Colle
 
 
 def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Collective]:
-    """``op`` in the places asked for that its back end has."""
+    """List ``op`` in and out of place, as asked for and as its back end supports."""
     if op.kind not in _IN_PLACE:
         in_place = (False,)
     elif op.kind in IN_PLACE_ONLY and backend in ("", "gloo"):
-        in_place = in_place if len(in_place) > 1 else (True,)  # of both, one will be skipped
+        in_place = in_place if len(in_place) > 1 else (True,)  # both: one will be skipped
     elif backend == "two_shot":
         in_place = (True,)
     elif backend in ("one_shot", "peer_copy"):
@@ -244,7 +244,7 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collec
 
 
 def _of_plan(plan: Plan) -> list[Collective]:
-    """Every collective of the plan's stages, and the messages between them."""
+    """List every collective of the plan's stages, and the messages between stages."""
     layout, model, found = plan.layout, plan.model, []
     stages = layout.stage_layers(model.layers)
     for index, layers in enumerate(stages):
@@ -266,10 +266,10 @@ def _of_plan(plan: Plan) -> list[Collective]:
 
 
 def between(samples: Sequence[Sample]) -> list[Case]:
-    """Cases in the gaps beside bends of the measured curves; none when all is smooth or dense.
+    """List cases in the gaps beside bends of the measured curves; none if all is smooth or dense.
 
-    A bend is a point off the line that its neighbours draw in log-log, as where NCCL changes its
-    protocol, or one that takes less time than a smaller message.
+    A bend is a point off the line through its neighbours in log-log, as where NCCL changes its
+    protocol, or a point that takes less time than a smaller message.
     """
     curves: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -289,7 +289,7 @@ def _densified(curve: list[Sample]) -> list[Case]:
     times_s = [median_interval(sample.times_s) for sample in curve]
     points = sorted((size, *each) for size, each in zip(sizes, times_s, strict=True))
     logs = [tuple(map(math.log, point)) for point in points]
-    gaps: set[int] = set()  # by the index of the point before each
+    gaps: set[int] = set()  # a gap's index is that of the point before it
     for i, ((x0, y0, *_), (x, _, low, high), (x1, y1, *_)) in enumerate(
         zip(logs, logs[1:], logs[2:], strict=False)
     ):

@@ -1,7 +1,7 @@
 """Estimate how long a case is measured, and how long that takes in all. No torch.
 
 A case takes its set-up, then as many iterations as its time allows. The rates are those of a slow
-device of each kind; the sweep corrects them by what it has seen.
+device of each kind; the sweep corrects the estimates by measured durations.
 """
 
 from meshwise.models import block_ops
@@ -25,39 +25,39 @@ _RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
 _ON_CPUS = ("", "flash", "math", "flex", "gloo")  # back ends
 COMPILE_S = 20.0
 SETUP_S = 0.05
-ITERATIONS = (6, 100)  # fewest that give an interval, and the cap of the timing loop
+ITERATIONS = (6, 100)  # the fewest that give a confidence interval, and the timing loop's cap
 SUSTAIN_S = 10.0
 
 
 def max_seconds(case: Case, sustain_s: float = SUSTAIN_S) -> float:
-    """The cap on one case's timed iterations: blocks correct whole plans and get more."""
+    """Return the most seconds of timed iterations. Blocks get more: they correct whole plans."""
     if case.regime == "sustained":
         return sustain_s
     return 1.0 if isinstance(case.op, Block) else 0.4
 
 
 def settle_s(case: Case, device_kind: str) -> float:
-    """Untimed seconds before a case: blocks on a GPU at the clocks of a long job."""
+    """Return untimed seconds before a case, so that GPU blocks run at the clocks of a long job."""
     return 0.5 if isinstance(case.op, Block) and device_kind == "cuda" else 0.0
 
 
 def min_iterations(case: Case) -> int:
-    """A single call of a collective varies more than its first few iterations tell."""
+    """Return the fewest iterations: single calls of a collective vary a lot and need more."""
     calls = isinstance(case.op, Collective) and case.regime in ("warm", "blocking")
     return 20 if calls else 1
 
 
 def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> float:
-    """Rough seconds to measure ``case``, set-up and compilation included."""
+    """Return the rough seconds to measure ``case``, with set-up and compilation."""
     op = case.op
     assert not isinstance(op, Step | Resharding | LongAttention), "not for sweeps"
     on_gpu = case.regime == "graph" or case.backend not in _ON_CPUS
     if cluster.device.kind == "cpu" and on_gpu:
-        return SETUP_S  # it will be skipped
+        return SETUP_S  # such a case is skipped
     parts: tuple[Op, ...] = (op,)
     if isinstance(op, Block):
         parts = block_ops(op)
-    elif isinstance(op, Overlap):  # each by itself, then each beside the other
+    elif isinstance(op, Overlap):  # each alone, then each beside the other
         parts = 2 * (op.compute, op.collective)
     once = sum(_once_s(part, cluster) for part in parts)
     if isinstance(op, Block | Attention) and op.direction == "backward":

@@ -1,4 +1,4 @@
-"""Cases that follow from what was measured: sizes where a curve bends, shapes near the best."""
+"""Cases that follow from the samples so far: sizes where a curve bends, shapes near the best."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -16,6 +16,6 @@ _NEXT: dict[Follow, Callable[[Sequence[Sample]], list[Case]]] = {
 
 
 def next_cases(how: Follow, samples: Sequence[Sample]) -> list[Case]:
-    """List the cases to measure next that have no sample yet; none ends the sweep."""
+    """List the cases to measure next, without those that have a sample; none ends the sweep."""
     known = {sample.case_id for sample in samples}
     return [case for case in _NEXT[how](samples) if case.id not in known]

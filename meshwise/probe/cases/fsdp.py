@@ -10,14 +10,14 @@ DEFAULT = {"cuda": "llama-3-70b", "cpu": "gpt-30m"}
 
 
 def cases(scope: Scope, asked: FsdpOptions) -> list[Case]:
-    """List the messages of all units, each once."""
+    """List the messages of all units, no case twice."""
     return distinct(derived(scope, asked))
 
 
 def derived(scope: Scope, asked: FsdpOptions) -> list[Derived]:
     """List all-gathers, reduce-scatters and, with ``replicas`` (HSDP), all-reduces of each unit.
 
-    Equal units are one row, named together (``layers 0-79``).
+    Units with the same message share one row (``layers 0-79``).
     """
     replicas, dtype = asked.replicas, scope.dtype
     if replicas < 1 or scope.world_size % replicas:
@@ -42,7 +42,7 @@ def derived(scope: Scope, asked: FsdpOptions) -> list[Derived]:
 
 
 def _together(units: list[str]) -> str:
-    """``layers 0-2, 4, root``: each unit once, neighbours as a range."""
+    """Join unit names: ``layers 0-2, 4, root``, each unit once, neighbours as a range."""
     ends: list[tuple[int, int]] = []
     for number in sorted({int(name.removeprefix("layers.")) for name in units if name != "root"}):
         first = ends.pop()[0] if ends and ends[-1][1] == number - 1 else number

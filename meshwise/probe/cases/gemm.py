@@ -1,11 +1,11 @@
-"""``measure gemm``: products of models, squares, skinny and tiny ones, the best shape. No torch.
+"""``measure gemm``: products of models, cubes, skinny and tiny ones, the best shape. No torch.
 
 A model's forward (m,n,k) also gives the weight gradient (n,k,m) and the input gradient (m,k,n). In
-fp8 all three store A by rows and B by columns, as its kernels take them and training therefore
-transposes; everything else is stored as autograd leaves it.
+fp8 all three store A by rows and B by columns, because the kernels need this and training
+transposes for them. Other dtypes are stored as autograd leaves them.
 
-The search for the best shape starts from a grid and goes on from the fastest product to those
-3/4 and 4/3 as long in one dim or in all, until none of them is faster or ``_ROUNDS`` are done
+The search for the best shape starts from a grid. Each round tries shapes 3/4 and 4/3 as long as the
+fastest product, in one dim or in all. It ends if none is faster or after ``_ROUNDS`` rounds
 (mamf-finder of Stas Bekman's ml-engineering scans a range instead).
 """
 
@@ -33,8 +33,8 @@ class GemmScale(NamedTuple):
     skinny: tuple[int, ...]
     tiny: tuple[int, ...]
     seq_len: int
-    grid: tuple[int, ...]  # of the search
-    step: int  # to which its shapes are rounded
+    grid: tuple[int, ...]  # lengths of the search's grid
+    step: int  # the search rounds lengths to multiples of this
 
 
 GPU = GemmScale(
@@ -59,12 +59,12 @@ _ROUNDS = 4
 
 
 def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
-    """List products of models and of other shapes. Where nothing is asked these are all cubes, few
-    rows (``skinny``) and cubes that take microseconds (``tiny``). ``search`` is the grid that
-    ``next_shapes`` goes on from.
+    """List products of models and of other shapes. If no shapes are asked for: cubes (``square``),
+    products of few rows (``skinny``), and cubes that take microseconds (``tiny``). ``search`` adds
+    the grid from which ``next_shapes`` goes on.
 
-    Without ``modes``: cold, and the largest product of each dtype sustained, on GPUs (a search
-    ends with that of the best); warm on CPUs. A sustained regime is of one product in any case.
+    Without ``modes``: on GPUs cold, then the largest product of each dtype sustained (a search ends
+    with its best shape sustained instead); on CPUs warm. sustained always takes only the largest.
     """
     scale, modes, square, search = _scale(scope), asked.modes, asked.square, asked.search
     skinny, tiny = asked.skinny, asked.tiny
@@ -87,16 +87,16 @@ def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
             ops += _in_dtype(Gemm(m=m, n=n, k=k), dtype)
         for regime in modes:
             timed = ops
-            if regime == "sustained":  # ten seconds each: the largest alone
+            if regime == "sustained":  # ten seconds each, so only the largest
                 timed = sorted(ops, key=lambda op: op.flops)[-1:]
             found += [Case(op=op, regime=regime, world_size=scope.world_size) for op in timed]
     return list(dict.fromkeys(found))
 
 
 def derived(scope: Scope, asked: GemmOptions) -> list[Derived]:
-    """The models' products with their names: by model, microbatch size, product, then forward,
-    weight gradient, input gradient. fp8 comes scaled by tensor and by row. Of several ``modes``
-    the first in which all are timed."""
+    """List the models' products with their names: by model, microbatch size, product, then forward,
+    weight gradient, input gradient. fp8 comes scaled by tensor and by row. The regime is the first
+    of ``modes`` that is not sustained, in which all products are timed."""
     named: list[tuple[str, Any, int]] = [
         (model.name, model, asked.seq_len or min(model.max_seq_len, _scale(scope).seq_len))
         for model in models_of(asked)
@@ -128,10 +128,10 @@ def _in_dtype(op: Gemm, dtype: Dtype) -> list[Gemm]:
 
 
 def next_shapes(samples: Sequence[Sample]) -> list[Case]:
-    """The next round of each search whose grid is among ``samples``; none when all have ended.
+    """List the next round of each search whose grid is among ``samples``; none if all have ended.
 
-    A search is of one dtype, scaling and regime, and ends on GPUs with its best shape sustained. It
-    is replayed from the grid each time, so that the same samples always ask for the same cases.
+    Each dtype, scaling and regime is a search of its own. On GPUs it ends with the best shape
+    sustained. It is replayed from the grid each time, so equal samples always give equal cases.
     """
     searches: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -163,7 +163,7 @@ def _next_round(samples: list[Sample]) -> list[Case]:
 
 
 def _rate(sample: Sample) -> tuple[Shape, float]:
-    """FLOP/s of a product; 0 where it could not be measured."""
+    """Return a product's shape and FLOP/s; 0 if it could not be measured."""
     op = sample.case.op
     assert isinstance(op, Gemm)
     ok = sample.status == "ok"
@@ -177,14 +177,14 @@ def _of_shape(case: Case, shape: Shape) -> Case:
 
 
 def _grid(scale: GemmScale) -> list[Shape]:
-    """Squares and 2:1 rectangles of results, each with every k."""
+    """List the grid: square and 2:1 results (m, n), each with every k."""
     small, middle, large = scale.grid
     sides = ((small, small), (middle, small), (middle, middle), (middle, large), (large, middle))
     return [(m, n, k) for m, n in sides for k in scale.grid]
 
 
 def _neighbours(shape: Shape, scale: GemmScale) -> list[Shape]:
-    """One dim at a time, then all three, 3/4 and 4/3 as long."""
+    """List the shapes 3/4 and 4/3 as long, in one dim or in all three."""
     dims = ((0,), (1,), (2,), (0, 1, 2))
     found = []
     for factor, changed in product((3 / 4, 4 / 3), dims):

@@ -1,10 +1,10 @@
 """The cases of ``measure health``: every GPU by itself, all at once, then every link. No torch.
 
 Matrix products (the processor), copies in memory, copies from and to the host; collectives over
-all ranks; one message over every ordered pair of ranks of a host, one pair at a time, and between
-hosts from every rank to its like on the next host. Sizes are those at which rates no longer grow:
-a ring shift of 64 MiB between four H200 reaches 155 GB/s, of 256 MiB 305, of 4 GiB 365. Only the
-8 KiB all-reduce is about latency. ``pages.health`` judges what was measured.
+all ranks; one message over every ordered pair of ranks of a host, one pair at a time; and messages
+between each rank and the rank in the same place on the next host. Sizes are large because rates
+grow with them: a ring shift between four H200 reaches 155 GB/s at 64 MiB, 305 at 256 MiB, 365 at
+4 GiB. Only the 8 KiB all-reduce measures latency. ``pages.health`` judges the results.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ SMALL_BYTES = 8 * KiB
 
 
 class HealthSizes(NamedTuple):
-    cube: int  # of the matrix product
+    cube: int  # m = n = k of the matrix product
     copy_bytes: int  # read, and as many written
     host_bytes: int  # 0: the device is the host
-    group_bytes: int  # of collectives
+    group_bytes: int  # for collectives
     pair_bytes: int
-    dtype: Dtype  # of messages
+    dtype: Dtype  # for messages
 
 
 GPU = HealthSizes(8192, GiB, 256 * MiB, 256 * MiB, 256 * MiB, "bf16")
@@ -33,7 +33,7 @@ CPU = HealthSizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
 
 
 def cases(scope: Scope, asked: HealthOptions) -> list[Case]:
-    """List the cases; ``quick`` leaves out the sustained product and all pairs but neighbours."""
+    """List the cases. ``quick`` skips the sustained product, and pairs of a host but neighbours."""
     quick = asked.quick
     sizes = GPU if scope.on_gpus else CPU
     product = typed(Gemm(m=sizes.cube, n=sizes.cube, k=sizes.cube), scope.dtype)
@@ -71,8 +71,8 @@ def _messages(sizes: HealthSizes, scope: Scope, quick: bool) -> Iterator[Op]:
 
 
 def _pairs(world_size: int, per_host: int, quick: bool) -> Iterator[tuple[int, int]]:
-    """Both directions of a pair follow each other. Pairs of two hosts are of equal place in them;
-    neighbours close the ring of their host."""
+    """Yield pairs, both directions one after the other. Across hosts, pair ranks in the same place
+    on neighbouring hosts. With ``quick``, pair neighbours in the ring of each host."""
     for a in range(world_size):
         for b in range(a + 1, world_size):
             apart = b - a

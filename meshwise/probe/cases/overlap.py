@@ -10,14 +10,14 @@ from meshwise.probe.cases.sizes import parse_sizes
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Overlap
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
-_SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # by training in these
+_SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # the dtype that training sends
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "send_recv")
 
 
 def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     """Pair the largest product of each model's layers with collectives over all ranks.
 
-    Without models the product is a cube of 8192 (512 on CPUs). Each size is rounded down to what
+    Without models the product is a cube of 8192 (512 on CPUs). Each size is rounded down until it
     divides among the ranks.
     """
     ranks, kinds = scope.world_size, cast("tuple[CollectiveKind, ...]", asked.kinds) or KINDS

@@ -1,22 +1,22 @@
-"""``measure profile``: what prices rest on, in order of use. No torch.
+"""``measure profile``: the cases that prices are fitted from, the most useful first. No torch.
 
-Cluster, models and dtype in; cases out, ordered so that any prefix calibrates as well as it can:
+In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrates best:
 
     1  copies; the operations of each model's layer and head at a typical microbatch size; the
-       collectives that plans are made of, and the exchanges of pipelines; those blocks themselves
+       collectives of plans, and the exchanges of pipelines; these layers and heads as blocks
     2  operations and blocks of every tensor-parallel degree, with and without sequence
        parallelism; then unsharded at the other microbatch sizes, the smallest first
     3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the
        sharded blocks at the smallest microbatch
 
-Operations come before the blocks they add up to, since a block without their prices calibrates
-nothing. A block's forward and backward are neighbours: they share one set-up. The layers of images
-are of several shapes, a block each: the most frequent in round 1, the others first in round 2.
+Operations come before the block they make up, since a block calibrates nothing without their
+prices. A block's forward and backward are neighbours, to share one set-up. Image models have layers
+of several shapes, a block each: the most frequent in round 1, the others first in round 2.
 
-Each is timed as a step runs it (``prices.in_step``). On a GPU blocks are timed after half a second
-of the same work, because a step runs at the clocks that the power cap leaves. Cases of one price
-key and equal coordinates are one case. Reductions are measured in fp32 too, in which gradients are
-reduced over data ranks.
+Each case is timed as a step runs it (``prices.in_step``). On a GPU, blocks are timed after half a
+second of the same work, to run at the clocks that the power cap allows. Cases with the same price
+key and coordinates become one case. Reductions are also measured in fp32, the dtype in which
+gradients are reduced over data ranks.
 """
 
 import itertools
@@ -49,8 +49,8 @@ from meshwise.spec.op import CollectiveKind, Dtype
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
-IN_PLACE = ("all_reduce", "broadcast")  # as torch has them
-FIRST = slice(1)  # of several alike
+IN_PLACE = ("all_reduce", "broadcast")  # as in torch
+FIRST = slice(1)  # only the first of several blocks or sizes
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
@@ -58,9 +58,9 @@ class ProfileSizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
     microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
-    images: tuple[int, ...]  # of a microbatch, a typical number first
+    images: tuple[int, ...]  # in a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
-    dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
+    dense_bytes: tuple[int, ...]  # most important first: those outside the coarse range
     coarse_copies: tuple[int, ...]
     dense_copies: tuple[int, ...]
     squares: tuple[int, ...]
@@ -104,7 +104,7 @@ SCALES = {
 
 
 class Profile(NamedTuple):
-    """The part that every case of one profile has in common."""
+    """The settings that all cases of one profile share."""
 
     cluster: Cluster
     world_size: int
@@ -114,12 +114,12 @@ class Profile(NamedTuple):
     seq_len: int | None = None
 
     def length(self, model: AnyModel) -> int:
-        """Tokens of a sequence, as many as the plan's or as usual."""
+        """Return the tokens of a sequence: ``seq_len`` if given, else the model's default."""
         usual = default_workload(self.cluster, model).seq_len
         return usual if self.seq_len is None or isinstance(model, WideResNet) else self.seq_len
 
     def microbatches(self, model: AnyModel) -> tuple[int, ...]:
-        """Sizes of a microbatch, a typical one first: longer sequences are fewer."""
+        """List microbatch sizes, a typical one first; the longer the sequences, the fewer."""
         if isinstance(model, WideResNet):
             return self.scale.images
         usual = default_workload(self.cluster, model).seq_len
@@ -130,9 +130,9 @@ class Profile(NamedTuple):
 def cases(scope: Scope, asked: ProfileOptions) -> list[Case]:
     """List the cases of a profile in priority order, none twice.
 
-    The operations are of ``model``, by default of one that fills the cluster. ``lowering`` of their
-    blocks, and so of the plans made from them: compiled on GPUs and eager on CPUs unless given;
-    single operations are eager in any case.
+    The operations are those of ``model``, by default of a model that fills the cluster.
+    ``lowering`` is that of the blocks, and so of the plans made from them. Its default is compiled
+    on GPUs and eager on CPUs. Single operations are always eager.
     """
     cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
@@ -207,7 +207,7 @@ def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
 
 
 def _tensor_parallel(profile: Profile, models: tuple[AnyModel, ...], nth: int) -> Iterator[Op]:
-    """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
+    """Yield blocks of every degree above 1, with sequence parallelism first: it saves memory."""
     for tp in _degrees(profile.world_size)[1:]:
         for model in models:
             sharded = (_blocks(profile, model, nth, tp, sp) for sp in (True, False))
@@ -227,8 +227,8 @@ def _products(blocks: list[Block]) -> Iterator[Shaped]:
 def _beside_blocks(
     profile: Profile, models: tuple[AnyModel, ...], chosen: slice, tp: int = 1
 ) -> Iterator[Shaped]:
-    """The operations of models whose blocks do not hold them all: of images, and of experts in
-    some layers or over tp. ``chosen``: which of the microbatches."""
+    """Yield the operations of models whose blocks do not contain all of them: image models, and
+    models with experts. ``chosen``: which microbatch sizes."""
     for model in models:
         if isinstance(model, WideResNet) or model.experts is not None:
             for size in profile.microbatches(model)[chosen]:
@@ -238,8 +238,8 @@ def _beside_blocks(
 def of_program(
     profile: Profile, model: AnyModel, microbatch_size: int, tp: int = 1
 ) -> Iterator[Shaped]:
-    """The products, convolutions and attention of a model, each kind of layer once; nothing where
-    this degree cannot exist."""
+    """Yield the products, convolutions and attention of a model, each kind of layer once; nothing
+    if the model cannot have this degree."""
     seq_len = profile.length(model)
     layout = Layout(tp=tp, microbatch_size=microbatch_size)
     if placement.obstacle(model, seq_len, layout):
@@ -250,23 +250,23 @@ def of_program(
 
 
 def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:
-    """Keep the operations that surfaces price; curves over bytes price the others."""
+    """Keep the operations priced by surfaces (the others are priced by curves over bytes)."""
     return (op for op in ops if isinstance(op, Shaped))
 
 
 def _copy(size_bytes: int) -> Elementwise:
-    """A copy that moves ``size_bytes`` in all: half read, half written."""
+    """Return a copy that moves ``size_bytes`` in all: half read, half written."""
     return Elementwise(kind="copy", read_bytes=size_bytes // 2, write_bytes=size_bytes // 2)
 
 
 def _adamw(size_bytes: int) -> Elementwise:
-    """One step over about ``size_bytes`` of traffic: fp32 p, g, m, v read; p, m, v written."""
+    """Return a step that moves about ``size_bytes``: fp32 p, g, m, v read; p, m, v written."""
     elements = -(-size_bytes // 28)
     return Elementwise(kind="adamw", read_bytes=16 * elements, write_bytes=12 * elements)
 
 
 def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
-    """The storage orders of a linear layer's forward, input and weight gradient."""
+    """Yield the storage orders of a linear layer's forward, input and weight gradient."""
     for trans_a, trans_b in ((False, True), (False, False), (True, False)):
         yield Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b)
 
@@ -279,8 +279,8 @@ def _blocks(
     sequence_parallel: bool = False,
     which: slice = FIRST,
 ) -> Iterator[Block]:
-    """Layer and head of the nth microbatch, forward and backward; nothing where this degree cannot
-    be. ``which`` of the layers of several shapes."""
+    """Yield layer and head at the nth microbatch size, forward and backward; nothing if the model
+    cannot have this degree. ``which``: which of the layers of several shapes."""
     sizes, seq_len = profile.microbatches(model), profile.length(model)
     if nth >= len(sizes):
         return
@@ -295,7 +295,7 @@ def _blocks(
 
 
 def _degrees(world_size: int) -> list[int]:
-    """Powers of two that divide the world, and the world itself; 1 first."""
+    """List the powers of two that divide the world size, and the world size; 1 first."""
     powers = (2**i for i in range(world_size.bit_length()))
     return sorted({size for size in powers if world_size % size == 0} | {1, world_size})
 
@@ -303,12 +303,12 @@ def _degrees(world_size: int) -> list[int]:
 def _collectives(
     profile: Profile, kinds: tuple[CollectiveKind, ...], sizes: tuple[int, ...]
 ) -> Iterator[Collective]:
-    """Every kind over every group that plans use, the small sizes of all before larger ones."""
+    """Yield every kind over every group that plans use, all small sizes before larger ones."""
     for size in sizes:
         for group_size in _degrees(profile.world_size)[1:]:
             whole = size - size % (group_size * DTYPE_BYTES["fp32"])
             dtypes: tuple[Dtype, ...] = (profile.dtype, "fp32")
-            # next to each other, as tp groups lie, and as far apart as dp groups do
+            # next to each other as in tp groups, and as far apart as in dp groups
             strides = (1, profile.world_size // group_size)
             for kind, dtype, stride in itertools.product(kinds, dtypes, strides):
                 yield Collective(
@@ -318,7 +318,7 @@ def _collectives(
 
 
 def _pairs(profile: Profile) -> Iterator[Collective]:
-    """Neighbouring pipeline ranks, as near as each tier of links allows."""
+    """Yield messages of pipeline neighbours, as near as they can be over each tier of links."""
     reaches = [1, *(tier.num_devices for tier in profile.cluster.tiers)]
     for size in profile.scale.coarse_bytes:
         for stride in reaches:

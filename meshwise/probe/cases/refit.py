@@ -1,7 +1,7 @@
-"""The scenarios of ``refit`` by name, and the layouts that they mean on so many ranks.
+"""The scenarios of ``refit`` by name, and their layouts on a number of ranks.
 
-In: a name or a number of the menu, and what the user changes of it. Out: scenarios, then one case a
-method. ``data/refit.toml`` lists the scenarios.
+In: a name or a number of the menu, and the user's changes. Out: scenarios, their layouts and
+methods. ``data/refit.toml`` lists the scenarios.
 """
 
 import difflib
@@ -21,13 +21,13 @@ from meshwise.spec.weights import WeightLayout
 
 
 def _vocab_multiple(order: Order, tp: int) -> int:
-    """Embedding and head are padded to multiples of this: 128 x tp by Megatron, 64 by vLLM."""
+    """Return the multiple to which embedding and head are padded: Megatron 128 x tp, vLLM 64."""
     return {"megatron": 128 * tp, "engine": lcm(64, tp), "plain": 1}[order]
 
 
 @functools.cache
 def scenarios() -> dict[str, Scenario]:
-    """All scenarios by name, from ``data/refit.toml``."""
+    """Return all scenarios by name, from ``data/refit.toml``."""
     data = files.own_data("refit.toml")
     found = {}
     for group in data["scenarios"]:
@@ -49,7 +49,7 @@ def _model(name: str, models: dict[str, dict[str, Any]]) -> Model | Decoder:
 
 
 def _side(text: str) -> Side:
-    """``tp2 pp2 x3``: degrees, and x replicas."""
+    """Parse a side: ``tp2 pp2 x3`` is degrees, and x the replicas."""
     degrees: dict[str, int] = {}
     for word in text.split():
         axis = word.rstrip("0123456789")
@@ -60,7 +60,7 @@ def _side(text: str) -> Side:
 _BASIC = (
     "tp2-tp1", "tp2-tp1-apart", "tp1-tp2", "tp2pp2-tp4pp1", "tp1pp2-tp2pp1", "ep2-ep1", "ep2-ep4",
 )  # fmt: skip
-MENU: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # scenarios, methods where it says
+MENU: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # scenarios, methods if fixed
     **{str(number): ((name,), ()) for number, name in enumerate(_BASIC, 1)},
     "8": (("tp2-tp1",), ("nccl", "nvshmem")),
     "9": (("large",), ()),
@@ -69,14 +69,14 @@ MENU: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # scenarios, metho
 
 
 class Chosen(NamedTuple):
-    """``methods``: those that the menu names; () leaves them to the user."""
+    """A choice of the menu. ``methods``: those that the menu fixes; () leaves them to the user."""
 
     scenarios: tuple[Scenario, ...]
     methods: tuple[str, ...]
 
 
 def find(name: str) -> Chosen:
-    """A scenario, or those of a number of the menu; an unknown name suggests the nearest."""
+    """Find a scenario by name, or those of a menu number. An error suggests the nearest name."""
     names, methods = MENU.get(name, ((name,), ()))
     for one in names:
         if one not in scenarios():
@@ -87,7 +87,7 @@ def find(name: str) -> Chosen:
 
 
 def custom() -> Scenario:
-    """The scenario that the user's degrees and sizes change when none is named."""
+    """Return the scenario that the user's degrees and sizes change if none is named."""
     model = scenarios()["tp2-tp1"].model
     return Scenario(name="custom", about="", model=model, train=Side(), infer=Side())
 
@@ -101,10 +101,10 @@ def changed(
     infer: Mapping[str, int] | None = None,
     dtype: Dtype | None = None,
 ) -> Scenario:
-    """The scenario with another model, sizes (see ``resized``), degrees or dtype.
+    """Return the scenario with another model, sizes (see ``resized``), degrees or dtype.
 
-    In a custom one the inference degrees that are not given are the training ones', but weights are
-    sharded by FSDP in training alone.
+    In a custom scenario the inference degrees default to the training degrees, except fsdp: only
+    training shards weights by FSDP.
     """
     trained = replace(scenario.train, **train or {})
     usual = scenario.infer if scenario.about else replace(trained, fsdp=1)
@@ -120,9 +120,9 @@ def changed(
 
 
 def resized(model: Model | Decoder, **sizes: Any) -> Decoder:
-    """The model with other sizes: fields of ``Decoder``, and num_experts and expert_ffn.
+    """Return the model with other sizes: fields of ``Decoder``, and num_experts and expert_ffn.
 
-    As in Megatron what follows from others does so unless it is given: head_dim is hidden / heads,
+    Sizes that are not given follow from the others as in Megatron: head_dim is hidden / heads,
     kv_heads are heads, ffn is 4 x hidden, or with gating 8/3 x hidden down to a multiple of 64.
     """
     if isinstance(model, Model):
@@ -151,7 +151,7 @@ def resized(model: Model | Decoder, **sizes: Any) -> Decoder:
 
 
 def num_ranks(scenario: Scenario, mode: Mode) -> int:
-    """The number of ranks it takes: both models' when they are apart, else the larger's."""
+    """Return the ranks needed: the sum of both models' if they are apart, else the larger."""
     train, infer = scenario.train.num_ranks, scenario.infer.num_ranks
     return max(train, infer) if mode == "collocated" else train + infer
 
@@ -162,8 +162,8 @@ def layouts(
     world_size: int,
     orders: tuple[Order, Order] = ("megatron", "engine"),
 ) -> tuple[WeightLayout, WeightLayout]:
-    """Both sides' layouts. Collocated models fill the ranks with replicas; of models apart the
-    inference ranks come after the training ranks, and ranks beyond those are idle."""
+    """Return both sides' layouts. Collocated models fill all ranks with replicas. For models apart,
+    inference ranks come after training ranks, and any ranks left are idle."""
     train, infer = scenario.train.num_ranks, scenario.infer.num_ranks
     needed = num_ranks(scenario, mode)
     if world_size < needed:
@@ -209,7 +209,7 @@ METHODS = ("nccl", "nvshmem", "gloo", "ipc")
 
 
 def methods(asked: str, kind: str, menu: Sequence[str] = ()) -> tuple[str, ...]:
-    """``all`` is every method that a device of this kind (cuda, cpu) has."""
+    """Return the methods to run. ``all`` is each that a device of this kind (cuda, cpu) has."""
     if asked == "all":
         return METHODS if kind == "cuda" else ("gloo",)
     if asked not in (*METHODS, "auto"):

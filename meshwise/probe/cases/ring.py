@@ -1,8 +1,8 @@
-"""Lists what ``measure ring`` times: its settings, and a row a length and ring size.
+"""List what ``measure ring`` times: its settings, and a row for each length and ring size.
 
-In: what the user gave, the environment variables of the source's launcher, a mode. Out: a
-``RingSettings`` and its ``RingSweep``s. What was given wins over the mode, the mode over the
-environment, the environment over the usual values, which are the source's.
+In: the user's options, the environment variables of the source's launcher, a mode. Out: a
+``RingSettings`` and its ``RingSweep``s. Options win over the mode, the mode over the environment,
+the environment over the defaults, which are the source's.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ MODES: dict[Mode, dict[str, Any]] = {
     "quick": {"seq_lengths": (8192, 16384), "warmup_runs": 1, "benchmark_runs": 3},
     "large": {"seq_lengths": (131072, 262144), "batch_size": 1},
 }
-LARGE_RANKS = 4  # of mode large, where the machine has so many
+LARGE_RANKS = 4  # ranks of mode large, if the machine has so many
 DTYPES: dict[str, Dtype] = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
 }  # fmt: skip
 _LISTS = ("seq_lengths", "segment_lengths", "dilation_rates", "ring_sizes")
-_MOST = 2**40  # of any number here
-MOST_TOKENS = 2**26  # a rank's rows are counted before it is timed: some seconds for so many
+_MOST = 2**40  # limit of every other number
+MOST_TOKENS = 2**26  # counting a rank's rows before timing takes some seconds for so many
 
 
 class RingSettings(Record, kw_only=True):
-    """The source's flags under their names, then ours. ``dense``: no dilation, so no segments."""
+    """The source's flags under their names, then ours. ``dense``: no dilation and no segments."""
 
     batch_size: Positive = 2
     seq_lengths: tuple[int, ...] = (16384, 32768, 65536)
@@ -77,7 +77,7 @@ class RingSettings(Record, kw_only=True):
             self.fail("dtype", f"must be one of {', '.join(DTYPES)}")
         if not self.dense and self.way == "ring_heads":
             self.fail("way", "a dilated branch goes by gather, heads or ring; or add --dense")
-        self.op(self.seq_lengths[0])  # heads, segments and rates that do not go together
+        self.op(self.seq_lengths[0])  # checks heads, segments and rates together
 
     @property
     def dilation(self) -> Dilation | None:
@@ -99,8 +99,8 @@ class RingSettings(Record, kw_only=True):
 
 
 class RingSweep(NamedTuple):
-    """``reason``: why it cannot be measured here. ``world_size``: ranks that work at once, in rings
-    of ``case.world_size``."""
+    """A row to measure. ``reason``: why it cannot be measured here, or empty. ``world_size``: ranks
+    that work at once, in rings of ``case.world_size``."""
 
     case: Case
     world_size: int
@@ -110,7 +110,7 @@ class RingSweep(NamedTuple):
 def settings(
     given: Mapping[str, Any], variables: Mapping[str, str], mode: Mode, device_kind: str
 ) -> RingSettings:
-    """``given``: what the user said, by field. ``variables``: the environment."""
+    """Make the settings. ``given``: the user's options by field. ``variables``: the environment."""
     if mode not in get_args(Mode):
         raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
     if given.get("dense") and (unused := {"segment_lengths", "dilation_rates"} & given.keys()):
@@ -146,7 +146,7 @@ def _of_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[RingSweep]:
-    """A row a length and ring size, the smallest rings first: later rows compare with them."""
+    """List a row for each length and ring size, small rings first: later rows compare with them."""
     plain = "efficient" if device_kind == "cuda" else "plain"
     kernel = "" if chosen.use_flash_attention else plain
     found = []
@@ -175,7 +175,7 @@ def _impassable(op: LongAttention, ring_size: int) -> str:
 
 
 def unfit(ring_size: int, world: int, available: int) -> str:
-    """Say why rings of this size cannot be formed of a world of ranks; "" where they can."""
+    """Say why ``world`` ranks cannot form rings of this size; "" if they can."""
     if ring_size > available:
         return f"a ring of {ring_size} needs {ring_size} ranks, and here are {available}"
     if world % ring_size:
@@ -186,12 +186,12 @@ def unfit(ring_size: int, world: int, available: int) -> str:
 def known(
     op: LongAttention, ring_size: int, prices: Prices | None
 ) -> tuple[dict[str, tuple[float, ...]], str]:
-    """Figures known before it runs, a number a rank of the ring, and how ranks will exchange.
+    """Return figures known before the case runs, one for each rank of the ring, and the planned
+    ways of exchange.
 
-    ``planned_bytes`` is what the plan says that each receives, forward and backward;
-    ``owner_bound_bytes`` the least, of the forward, if queries stay where they are;
-    ``rank_pairs`` the pairs of query and key that each rank computes: of its own queries, or of its
-    share of the heads.
+    ``planned_bytes``: bytes each rank receives by the plan, with those of backward if it is timed.
+    ``owner_bound_bytes``: the fewest bytes of the forward if queries stay where they are.
+    ``rank_pairs``: (query, key) pairs each rank computes, for its own queries or share of heads.
     """
     shards = shards_of(op, ring_size)
     planned = plan(op, ring_size, shards, prices)
@@ -216,8 +216,8 @@ def shards_of(op: LongAttention, ring_size: int) -> Shards:
 
 
 def scaled(chosen: RingSettings, most_tokens: int) -> tuple[RingSettings, int]:
-    """The shortest length, small enough for an oracle that holds every pair of tokens: all lengths
-    divided by the same power of two, which is returned; segments keep at least one row."""
+    """Shrink the settings for an oracle that holds every pair of tokens: keep the shortest length,
+    divide all lengths by one power of two (returned), and leave segments at least one row."""
     seq_len, factor = min(chosen.seq_lengths), 1
     while seq_len // factor > most_tokens:
         factor *= 2

@@ -1,4 +1,4 @@
-"""The scope that all cases of one measurement share, and listings of cases made of named ones."""
+"""The scope that all cases of one measurement share, and functions that list its cases."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from meshwise.spec.op import Dtype
 
 
 class Scope(NamedTuple):
-    """The machine, how many of its devices take part, and the dtype unless another is asked."""
+    """The machine, how many of its devices take part, and the default dtype."""
 
     cluster: Cluster
     world_size: int
@@ -23,12 +23,12 @@ class Scope(NamedTuple):
 
 
 def typed(gemm: Gemm, dtype: Dtype) -> Gemm:
-    """The product in another dtype; of fp8 scaled by tensor."""
+    """Return the product in another dtype; fp8 is scaled by tensor."""
     return replace(gemm, dtype=dtype, scaling="tensor" if dtype == "fp8" else "none")
 
 
 def models_of(asked: MeasureOptions) -> tuple[Any, ...]:
-    """Return the models whose operations are asked for, as records (a verb has found them)."""
+    """Return the models asked for, as records. The verb must have looked up their names."""
     assert not any(isinstance(model, str) for model in asked.model)
     return asked.model
 

@@ -7,19 +7,19 @@ from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
 from meshwise.units import parse_bytes
 
 TABLES = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
-MOST_RANKS = 2048  # whose matrix of splits has 4 million numbers
+MOST_RANKS = 2048  # their matrix of splits has 4 million elements
 _LARGEST = 2**50
-_MOST = 1000  # sizes in a range
+_MOST = 1000  # most sizes in a range
 
 
 def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dtype) -> int:
-    """The most bytes up to ``size_bytes`` that divide among the group as the kind needs."""
+    """Return the most bytes up to ``size_bytes`` that divide among the group as the kind needs."""
     return size_bytes - size_bytes % (DTYPE_BYTES[dtype] * (1 if kind in WHOLE else group_size))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes, ascending: ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M`` adds, and
-    ``64K,1M`` lists. A range without a step doubles; ``8-8G`` is one, too."""
+    """Return sizes in bytes, ascending. ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M``
+    adds, and ``64K,1M`` lists. A range without a step doubles; ``8-8G`` is a range too."""
     found: set[int] = set()
     for item in text.split(","):
         if not item.strip():
@@ -54,9 +54,9 @@ def _steps(text: str, low: int, high: int, step: str) -> list[int]:
 
 
 def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
-    """Bytes from each rank to each, of ``BATCH,T0-T1-...,DIM``: rank i looks up T_i tables of fp32
-    rows for the whole batch and sends each rank its share of the batch. ``field`` is the option, or
-    the column, that says so."""
+    """Return the bytes each rank sends to each, from ``BATCH,T0-T1-...,DIM``. Rank i looks up T_i
+    tables of fp32 rows for the whole batch and sends each rank its share of the batch. ``field``:
+    the option or column that holds the text, for errors."""
     found = TABLES.fullmatch(text)
     if found is None or not int(found[1]) * int(found[3]):
         told = text if len(text) <= 60 else f"{text[:60]}..."
@@ -73,8 +73,8 @@ def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
 def uneven(
     splits: tuple[tuple[int, ...], ...], group_size: int, dtype: Dtype, ranks: tuple[int, ...] = ()
 ) -> Collective:
-    """The all_to_all_v of these bytes from each rank to each; its size is the most that one sends
-    or receives."""
+    """Return the all_to_all_v in which ranks send each other these bytes. Its size is the most that
+    a rank sends or receives."""
     sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
     return Collective(
         kind="all_to_all_v",

@@ -1,4 +1,4 @@
-"""Reads what other tools measured. ``read`` recognises a file by what is in it, not by its name."""
+"""Read what other tools measured. ``read`` recognises a file by its contents, not by its name."""
 
 import re
 from pathlib import Path
@@ -21,14 +21,14 @@ KNOWN = (
     "nccl-tests' text or JSON, PARAM comms' text or its CSV of batch, tables and dimension, "
     "Primus' CSVs, NCCL traces"
 )
-MOST_BYTES = 2**25  # a trace may be long, and is held several times while it is read
+MOST_BYTES = 2**25  # reading holds several copies of a trace, which may be long
 FORMS = (param.FORM, *primus.FORMS)
 _PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 
 def read(path: Path | str, cluster: Cluster | None = None) -> Found:
-    """Read a file; ValueError, one line that begins with the file's name, for one that none of
-    these tools wrote."""
+    """Read a file. Raise a ValueError of one line, which begins with the file's name, if none of
+    these tools wrote it."""
     path = Path(path)
     data = files.read_bytes(path, at_most=MOST_BYTES)
     try:

@@ -1,7 +1,7 @@
 """A CSV file as rows, by the names of its columns.
 
-Every line of the file is a row: these tools write no cell of several lines, and so an open quote
-spoils its line alone.
+Every line of the file is a row, because these tools write no cells of several lines. So an open
+quote spoils only its own line.
 """
 
 import csv
@@ -23,7 +23,7 @@ Line = Mapping[str, str]
 
 
 class Form(NamedTuple):
-    """One tool's table. ``read`` makes rows of a line, its place and the file's name; ``ranks`` is
+    """One tool's table. ``read`` turns (line, where it is, the file's name) into rows. ``ranks``:
     the column with the number of ranks, which must be the same in all lines."""
 
     name: str
@@ -36,15 +36,15 @@ class Form(NamedTuple):
 
 
 class CsvTable(NamedTuple):
-    """``unread``: lines whose cells do not fit the header, and why."""
+    """A parsed file. ``unread``: lines whose cells do not fit the header, and why."""
 
     columns: tuple[str, ...]
-    lines: list[tuple[str, dict[str, str]]]  # with where: ``line 2``
+    lines: list[tuple[str, dict[str, str]]]  # (``line 2``, cells by column)
     unread: list[str]
 
 
 def parsed(text: str, separator: str = ",") -> CsvTable:
-    """The rows under the first line that is not blank."""
+    """Parse the header, which is the first line that is not blank, and the rows under it."""
     rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     columns = tuple(_split(rows[0][1], separator) or ())
     found = CsvTable(columns, [], [])
@@ -64,19 +64,19 @@ def parsed(text: str, separator: str = ",") -> CsvTable:
 
 
 def form_of(columns: Sequence[str], forms: Sequence[Form]) -> Form | None:
-    """The form whose columns are all there."""
+    """Return the form whose columns are all present."""
     return next((form for form in forms if form.columns <= set(columns)), None)
 
 
 def headers(text: str, forms: Sequence[Form]) -> Iterator[int]:
-    """The numbers of the lines that name the columns of a form."""
+    """Yield the numbers of the lines that are a form's header."""
     for number, line in enumerate(text.split("\n"), 1):
         if form_of(_split(line, ",") or (), forms):
             yield number
 
 
 def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
-    """Say which columns the form would need besides that has most; empty if few are of any."""
+    """Say which columns the best-fitting form lacks; empty if half or more of them are missing."""
     share = {form: len(form.columns & set(columns)) / len(form.columns) for form in forms}
     form = max(share, key=lambda form: share[form])
     missing = ", ".join(sorted(form.columns - set(columns)))
@@ -85,7 +85,7 @@ def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
 
 
 def read(table: CsvTable, form: Form, name: str) -> Found:
-    """The rows of one file; ``name`` is the file's, for messages."""
+    """Read the rows of one file. ``name``: the file's, for messages."""
     rows, unread = list[Printed](), list(table.unread)
     for where, line in table.lines:
         try:
@@ -110,7 +110,7 @@ def read(table: CsvTable, form: Form, name: str) -> Found:
 
 
 def _split(line: str, separator: str) -> list[str] | None:
-    """The cells of a line; None where a quote is open or a cell is too long."""
+    """Return the cells of a line; None if a quote is open or a cell is too long."""
     try:
         (cells,) = csv.reader([line], strict=True, delimiter=separator)
     except csv.Error:

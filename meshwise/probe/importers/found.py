@@ -1,9 +1,9 @@
 """Turn the rows that an importer finds in a file into samples.
 
-In: rows, each a case with the time that the file printed. Out: one ``Sample`` a case. Rows of the
-same case are one sample with all their times, or an error if the result of one was wrong; nothing
-is averaged, and the repetition is a warning.
-A row that cannot be read is left out with a warning; a file without any other is a ValueError.
+In: rows, each a case with the time that the file printed. Out: one ``Sample`` for each case. Rows
+of the same case become one sample with all their times, or an error if one had a wrong result.
+Nothing is averaged, and a warning tells of the repetition. A row that cannot be read is left out
+with a warning. A file with no readable row is a ValueError.
 """
 
 import math
@@ -22,27 +22,27 @@ KINDS: dict[str, CollectiveKind] = {k.replace("_", ""): k for k in get_args(Coll
 
 
 class Printed(NamedTuple):
-    """One printed measurement. ``where``: ``line 17``. ``fault``: why its time cannot be used;
-    ``wrong``: since the result was, which other rows of the case do not mend. ``printed``: time and
-    busbw in the file's digits, to be doubted (``suspicion``); ``series`` names the rows of a table
-    that differ in size alone."""
+    """One printed measurement. ``where``: as ``line 17``. ``fault``: why its time cannot be used.
+    ``wrong``: its result was wrong, so the case is an error even if other rows are right.
+    ``printed``: time and busbw in the file's digits, for ``suspicion``. ``series``: a name shared
+    by rows of a table that differ only in size."""
 
     where: str
     case: Case
     time_s: float
     metrics: dict[str, float | tuple[float, ...]] = {}
     fault: str = ""
-    rank_times_s: tuple[float, ...] = ()  # of each rank, where they are printed
+    rank_times_s: tuple[float, ...] = ()  # one for each rank, if printed
     wrong: bool = False
     printed: tuple[str, str] | None = None
     series: str = ""
 
 
 class Found(NamedTuple):
-    """The contents of one file. ``device`` is its name, empty where the file does not say.
+    """The contents of one file. ``device``: its name, empty if the file does not say.
 
-    ``size_kind`` and ``time_kind`` say what the file's size and time mean; a sample's size is
-    always nccl-tests' one.
+    ``size_kind`` and ``time_kind`` say what the file's size and time mean. A sample's size is
+    always the one of nccl-tests.
     """
 
     tool: str
@@ -56,12 +56,12 @@ class Found(NamedTuple):
     device: str = ""
 
 
-_MOST = 1e15  # no time, size in GB or rate is beyond it
+_MOST = 1e15  # larger than any time, size in GB or rate
 
 
 def is_number(text: str) -> bool:
     try:
-        return abs(float(text)) < _MOST  # not so for nan
+        return abs(float(text)) < _MOST  # False for nan
     except ValueError:
         return False
 
@@ -79,24 +79,24 @@ def seconds(text: str, field: str, unit_s: float = 1.0) -> float:
 
 
 def whole(text: str, field: str, least: int = 0) -> int:
-    """A whole number that 64 bits hold."""
+    """Parse a whole number of at most 18 digits, so that it fits 64 bits."""
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
         raise ValueError(f"{field} = {short(text)!r}: must be a whole number >= {least}")
     return int(text)
 
 
 def short(text: str) -> str:
-    """Fit for a message."""
+    """Shorten a text for a message."""
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def kind_named(text: str) -> CollectiveKind | None:
-    """The collective as other tools spell it: AllReduce, alltoall, all_gather_base."""
+    """Return the collective that other tools spell AllReduce, alltoall, all_gather_base."""
     return KINDS.get(re.sub("_(base|single)$|[^a-z]", "", text.lower()))
 
 
 def check_units(units: set[str], known: set[str], where: str, tool: str) -> None:
-    """ValueError for ``(ms)`` and the like, which the tool's own tables do not have."""
+    """Raise a ValueError for units, as ``(ms)``, that the tool's tables do not have."""
     if strange := ", ".join(sorted(units - known)):
         raise ValueError(f"{where}: {strange} is not a unit of {tool}")
 
@@ -106,8 +106,8 @@ def units_in(line: str) -> set[str]:
 
 
 def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]], name: str) -> None:
-    """ValueError if two places of the file tell different things: a file is of one run, or of
-    several by one version on one machine. Names both places."""
+    """Raise a ValueError that names both places if two places of the file contradict each other. A
+    file holds one run, or several by one version on one machine."""
     first: dict[str, tuple[object, str]] = {}
     for where, facts in told:
         for what, value in facts.items():
@@ -121,7 +121,7 @@ def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]], name: str) -
 
 
 def warning(places: Sequence[str], what: str) -> list[str]:
-    """A warning that counts and lists places, ``2 rows cannot be read: ...``; none without any."""
+    """Return a warning that counts and lists places: ``2 rows cannot be read: ...``, if any."""
     return [f"{len(places)} {what}: {listed(places)}"] if places else []
 
 
@@ -134,7 +134,7 @@ def unusable(rows: Iterable[Printed]) -> list[str]:
 
 
 def refusal(name: str, unread: Sequence[str]) -> ValueError:
-    """The error of a file none of whose rows can be read."""
+    """Return the error for a file of which no row can be read."""
     if not unread:
         return ValueError(f"{name}: has a header and no rows; was the run cut off?")
     others = f"; nor can the other {len(unread) - 1}" if len(unread) > 1 else ""
@@ -142,13 +142,13 @@ def refusal(name: str, unread: Sequence[str]) -> ValueError:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """The first four, for a warning; the count stands before it."""
+    """Join the first four texts, for a warning that gives their count before."""
     return "; ".join([*texts[:4], *(["..."] if len(texts) > 4 else [])])
 
 
 def found_of(rows: Iterable[Printed], warnings: Sequence[str], **told: Any) -> Found:
-    """The rows as samples, in order; one more warning if some are of the same case. ``told``: the
-    other fields of ``Found``."""
+    """Turn the rows into samples, in order, with a warning if some have the same case. ``told``:
+    the other fields of ``Found``."""
     by_case: dict[str, list[Printed]] = {}
     for row in rows:
         by_case.setdefault(row.case.id, []).append(row)
@@ -165,7 +165,7 @@ def _sample(case_id: str, rows: list[Printed]) -> Sample:
     good = [] if wrong else [r for r in rows if not r.fault and 0 < r.time_s < math.inf]
     used = good or wrong or rows
     metrics = used[0].metrics
-    if len(used) > 1:  # one value a time, in the order of the times
+    if len(used) > 1:  # one value for each time, in the same order
         metrics = {
             name: tuple(value for row in used if isinstance(value := row.metrics[name], float))
             for name in metrics

@@ -1,12 +1,12 @@
 """The tables of nccl-tests (and rccl-tests), however they were written, as samples.
 
 size = max(send, receive) of a rank, that is n * count for all_gather, reduce_scatter, all_to_all,
-gather and scatter; algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md). Counts
-are rounded down to 16 bytes a rank, so that the smallest sizes print as 0: such rows stay in the
-footer's mean over all rows and both placements, and are no samples.
+gather and scatter; algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md).
+nccl-tests rounds counts down to 16 bytes a rank, so the smallest sizes print as 0. Such rows count
+in the footer's mean over all rows and both placements, but are not samples.
 
-Old versions do not name the collective. It follows from count, redop, root and busbw/algbw, and
-where that leaves two, the file's name decides.
+Old versions do not name the collective. It follows from count, redop, root and busbw/algbw. If
+several collectives fit, the file's name decides.
 """
 
 import math
@@ -38,7 +38,7 @@ SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), 
 TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"
 
 _KINDS = {word: kind for word, kind in KINDS.items() if kind not in ("all_to_all_v", "send")}
-# By how much a sum may be off, where ``error`` is printed in place of ``#wrong`` (DeltaMaxValue).
+# Largest allowed error of a sum, if ``error`` is printed instead of ``#wrong`` (DeltaMaxValue).
 _MOST_ERROR = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
 
 
@@ -46,7 +46,7 @@ Ranks = tuple[tuple[int, int, str, str], ...]  # (rank, group, host, device)
 
 
 class Line(NamedTuple):
-    """A printed row: its left part, and the printed values of each placement by column name."""
+    """A printed row: its left columns, and each placement's printed values by column name."""
 
     where: str
     size_bytes: int
@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One table: who took part, what was run, its rows and its footer."""
+    """One table: its ranks, what was run, its rows and its footer."""
 
     program: str
     ranks: Ranks
@@ -71,8 +71,8 @@ class Section(NamedTuple):
 
 
 def read(sections: Sequence[Section], name: str) -> Found:
-    """Samples, warnings and facts of the tables of one file."""
-    doubts: dict[str, list[str]] = {}  # what of, and where
+    """Return the samples, warnings and facts of the tables of one file."""
+    doubts: dict[str, list[str]] = {}  # what is doubtful -> where
     if unread := [where for section in sections for where in section.unread]:
         doubts["rows cannot be read"] = unread
     sections = [
@@ -127,7 +127,7 @@ def read(sections: Sequence[Section], name: str) -> Found:
 
 
 def _check_alike(sections: Sequence[Section], name: str) -> None:
-    """The tables of a file become one run directory: of one machine, by one version."""
+    """Check that all tables are of one machine and one version: they become one run directory."""
     places = [section.lines[0].where for section in sections]
     told = [
         {"nccl-library": s.nccl, "nccl-tests version": s.version, "number of ranks": len(s.ranks)}
@@ -149,7 +149,7 @@ def _told(line: Line) -> dict[str, Any]:
 
 
 def _nccl_version(code: str) -> str | None:
-    """22809 is 2.28.9."""
+    """Return the version of a code: 22809 is 2.28.9."""
     if not re.fullmatch("[0-9]{4,6}", code):
         return None
     number = int(code)
@@ -157,8 +157,8 @@ def _nccl_version(code: str) -> str | None:
 
 
 def _listed_ranks(ranks: Ranks, doubts: dict[str, list[str]]) -> Ranks:
-    """Each rank once, in order. Of a single group the ranks in between are known to be there, and
-    are taken as the one before, if the list lost a few."""
+    """List each rank once, in order. If a few ranks of a single group are missing from the list,
+    fill each in with host and device of the rank before it."""
     by_rank = {entry[0]: entry for entry in reversed(ranks)}
     if not by_rank:
         raise ValueError("the list of devices is missing; import the whole log")
@@ -179,7 +179,7 @@ def _listed_ranks(ranks: Ranks, doubts: dict[str, list[str]]) -> Ranks:
 
 
 def _group(section: Section) -> tuple[int, int]:
-    """Size and stride of the groups; all run at once."""
+    """Return size and stride of the groups, which all run at once."""
     members = sorted(rank for rank, group, _, _ in section.ranks if group == section.ranks[0][1])
     steps = {b - a for a, b in pairwise(members)}
     if len(steps) > 1:
@@ -188,7 +188,7 @@ def _group(section: Section) -> tuple[int, int]:
 
 
 def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
-    """The collective, and the word of the file's name where only that says it."""
+    """Return the collective, and the word of the file's name if only that tells it."""
     program = section.program.rpartition("/")[2].removesuffix("_perf")
     if program:
         named = kind_named(program)
@@ -210,7 +210,7 @@ def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
 
 
 def _possible(section: Section) -> list[CollectiveKind]:
-    """The collectives that count, redop, root and the ratio of the bandwidths leave."""
+    """List the collectives that fit count, redop, root and the ratio of the bandwidths."""
     ranks = _group(section)[0]
     line = max(section.lines, key=lambda line: line.size_bytes)
     half = next(iter(line.values.values()))
@@ -231,7 +231,7 @@ def _possible(section: Section) -> list[CollectiveKind]:
 def _rows(
     section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]
 ) -> Iterator[Printed]:
-    """One row a placement. Sizes of 0, and what our vocabulary does not hold, become doubts."""
+    """Yield a row for each placement. Sizes of 0 and rows without a counterpart become doubts."""
     size, stride = _group(section)
     for line in section.lines:
         dtype = DTYPES.get(line.type)
@@ -279,7 +279,7 @@ def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) 
         case=Case(
             op=op,
             regime=section.regime,
-            backend="nccl",  # called by itself, without torch
+            backend="nccl",  # called directly, without torch
             world_size=len(section.ranks),
         ),
         time_s=float(half["time"]) * 1e-6,

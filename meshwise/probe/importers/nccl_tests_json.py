@@ -1,7 +1,7 @@
 """The JSON report of nccl-tests (``-J``, version 3), as tables.
 
-Its ``env`` holds the whole environment, secrets included: it is never looked at. A process lists
-its first device only. Missing numbers are null, booleans are the words true and false.
+Its ``env`` holds the whole environment with all secrets, so it is never read. A process lists only
+its first device. Missing numbers are null, booleans are the words true and false.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from meshwise.spec import Regime
 
 
 def read_json(data: dict[str, Any], name: str) -> Found:
-    """``data``: the parsed file; ``name`` is the file's, for messages."""
+    """Read a report. ``data``: the parsed file. ``name``: the file's, for messages."""
     try:
         config, results = data["config"], data["results"]
         program = str((results[0] if results else {}).get("experiment_name") or "")
@@ -46,7 +46,7 @@ def _ranks(config: dict[str, Any]) -> Ranks:
 
 
 def _lines(results: list[dict[str, Any]]) -> tuple[list[Line], list[str]]:
-    """The results, and which of them or of their halves cannot be read, and why."""
+    """Return the results, and which results or placements cannot be read, and why."""
     lines, unread = [], []
     for number, result in enumerate(results, 1):
         where = f"result {number}"

@@ -1,9 +1,9 @@
 """The text of nccl-tests (and rccl-tests), as tables.
 
 Columns are found by the header line, since redop, root, per-iteration columns and the name of the
-last one (``error``, ``#wrong``) came and went; values are read from the end of a row, since redop
-and root may be blank. Other programs' lines between the rows do not matter. Patterns have bounds
-where a long word would take the square of its length.
+last column (``error``, ``#wrong``) differ between versions. Values are read from the end of a row,
+since redop and root may be blank. Other programs' lines between the rows are skipped. Patterns are
+bounded, because matching a long word would take time quadratic in its length.
 """
 
 import re
@@ -25,8 +25,8 @@ _COMMON = {"(B)", "(elements)", "(us)", "(GB/s)", "(%)"}
 
 
 class _Half(NamedTuple):
-    """The columns of one placement, the first called time, and how many there are, out of place
-    coming first."""
+    """The columns of one placement, the first of which is time. ``num``: how many placements a row
+    has, out of place first."""
 
     names: list[str]
     num: int
@@ -34,7 +34,7 @@ class _Half(NamedTuple):
 
 
 def read_text(text: str, name: str) -> Found:
-    """The tables of a log; ``name`` is the file's, for messages."""
+    """Read the tables of a log. ``name``: the file's, for messages."""
     _check_units(text, name)
     starts = [match.start() for match in re.finditer(r"^# nThread", text, re.MULTILINE)] or [0]
     _check_whole(text, starts, name)
@@ -50,7 +50,7 @@ def read_text(text: str, name: str) -> Found:
 
 
 def _check_whole(text: str, starts: list[int], name: str) -> None:
-    """Every run has its settings (``# nThread``) above one table; one without is part of a log."""
+    """Check that each table has settings (``# nThread``) above it, else it is of a torn log."""
     headers = [match.start() for match in HEADER.finditer(text)]
     for start, end in pairwise([0, *starts, len(text)]):
         inside = [at for at in headers if start <= at < end]
@@ -72,7 +72,7 @@ def _check_units(text: str, name: str) -> None:
 
 
 def _section(before: str, text: str, first_line: int) -> Section:
-    """One run. ``before`` ends with what its program prints above its settings."""
+    """Read one run. ``before`` ends with what the program prints above its settings."""
     header = HEADER.search(text)
     assert header is not None  # by the caller
     programs = re.findall(r"Collective test starting: (\S+)", before)
@@ -104,7 +104,7 @@ def _section(before: str, text: str, first_line: int) -> Section:
 
 
 def _half(columns: list[str]) -> _Half:
-    """The columns of a placement."""
+    """Find the columns of a placement in the header's."""
     timestamp = columns[-1] == "timestamp"
     columns = columns[: len(columns) - timestamp]
     times = [i for i, column in enumerate(columns) if column in ("time", "cputime")]
@@ -119,14 +119,14 @@ def _half(columns: list[str]) -> _Half:
 
 
 def _cells(line: str) -> list[str]:
-    """The words of a line, up to those of NCCL's own log: ``host:12:34 [0] NCCL INFO ..``."""
+    """Return the words of a line before NCCL's own log: ``host:12:34 [0] NCCL INFO ..``."""
     cells = line.split()
     at = cells.index("NCCL") - 2 if "NCCL" in cells else len(cells)
     return cells[: max(at, 0)]
 
 
 def _row(cells: list[str], half: _Half, number: int) -> Line:
-    """Values by name, from the end."""
+    """Read a row's values by name, from its end."""
     cells = cells[: len(cells) - 2 * half.timestamp]  # a date and a time of day
     placements, width = (False, True)[: half.num], len(half.names)
     fixed = 3  # size, count and type; redop and root may be blank

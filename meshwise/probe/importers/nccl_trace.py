@@ -1,12 +1,12 @@
 """Calls of collectives in the logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE, SUBSYS=COLL).
 
 In: lines such as ``host:86092:86620 [4] NCCL INFO ReduceScatter: opCount ce3 sendbuff 0x7f..
-recvbuff 0x7f.. acc (nil) count 106956800 datatype 9 op 4 root 0 comm 0x.. [nranks=8] stream 0x..``,
-also cut off behind ``root``; RCCL adds ``acc``. Out: ``Traced``s. ``count`` is in elements: of a
-rank for AllGather (sent) and ReduceScatter (kept), else of the message. The numbers of datatypes
-and operations are those of nccl.h.
+recvbuff 0x7f.. acc (nil) count 106956800 datatype 9 op 4 root 0 comm 0x.. [nranks=8] stream 0x..``.
+They may be cut off after ``root``; RCCL adds ``acc``. Out: ``Traced``s. ``count`` is in elements:
+those a rank sends for AllGather and keeps for ReduceScatter, else those of the message. Datatypes
+and operations have their numbers of nccl.h.
 
-A trace holds no times: imported, it becomes samples without any, that say how often.
+A trace has no times. ``read`` makes samples without times, which say how often a call was made.
 """
 
 import re
@@ -20,7 +20,7 @@ from meshwise.spec.op import WHOLE
 MARK = ": opCount "
 _PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
 _POINTER = r"(?:0x[0-9a-fA-F]{1,16}|\(nil\))"
-CALL = re.compile(  # bounded repetitions: a long word would take the square of its length
+CALL = re.compile(  # bounded repetitions: else a long word takes quadratic time
     rf"{_PROCESS}[^\n]{{0,80}}?NCCL \w{{1,20}} (?P<kind>\w{{1,40}}){MARK}"
     rf"[0-9a-f]{{1,16}} sendbuff (?P<send>{_POINTER}) "
     rf"recvbuff (?P<receive>{_POINTER}) "
@@ -41,7 +41,7 @@ ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, **DTYPE_BYTES}
 
 
 class Traced(NamedTuple):
-    """``device``: the process's GPU. ``num_ranks``: of the communicator, 0 where it is cut off."""
+    """One call. ``device``: the process's GPU. ``num_ranks``: the communicator's, 0 if cut off."""
 
     device: int
     pid: int
@@ -54,12 +54,12 @@ class Traced(NamedTuple):
 
 
 def calls(text: str) -> list[Traced]:
-    """All calls of a log whose lines go at least as far as ``root``."""
+    """List the calls of a log whose lines reach at least to ``root``."""
     return [_call(match) for match in CALL.finditer(text)]
 
 
 def torn(text: str) -> list[str]:
-    """Lines of calls that cannot be read."""
+    """List the lines with calls that cannot be read."""
     return [
         f"line {number}"
         for number, line in enumerate(text.split("\n"), 1)
@@ -97,8 +97,8 @@ def _in_place(call: Traced, sent: str, received: str) -> bool:
 
 
 def read(text: str, name: str, cluster: Cluster | None) -> Found:
-    """The distinct calls of a log. Where a line is cut off before its communicator's size, the rest
-    of the log or ``cluster`` says it."""
+    """Return the distinct calls of a log. If a line is cut off before its communicator's size, take
+    it from the rest of the log or from ``cluster``."""
     found, lost = calls(text), torn(text)
     if not found:
         raise ValueError(f"{name}: {len(lost)} calls of collectives, all cut off before the root")
@@ -147,12 +147,12 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
 
 
 def _sizes(text: str, found: list[Traced], name: str) -> dict[tuple[int, str], int]:
-    """The number of ranks of each process' communicators."""
+    """Return the number of ranks of each process' communicators."""
     sizes: dict[tuple[int, str], int] = {}
     silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
     for match in _INIT.finditer(text):
         key, size = (int(match["pid"]), match["comm"]), int(match["ranks"])
-        if key in silent and sizes.get(key, size) != size:  # freed and made anew, or another job's
+        if key in silent and sizes.get(key, size) != size:  # made twice, or another job's
             number = text.count("\n", 0, match.start()) + 1
             raise ValueError(
                 f"{name}: comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and "
@@ -165,7 +165,7 @@ def _sizes(text: str, found: list[Traced], name: str) -> dict[tuple[int, str], i
 def _taken(
     found: list[Traced], name: str, largest: int, cluster: Cluster | None
 ) -> tuple[int, str]:
-    """The number of ranks of calls whose lines do not say it, and the reason for it."""
+    """Choose the number of ranks of calls whose lines do not say it, and give the reason."""
     if largest > 1:
         return largest, "the largest communicator in the log"
     if cluster is not None:
@@ -179,11 +179,11 @@ def _taken(
 
 
 def _case(call: Traced, world: int) -> Case | str:
-    """The call as a case, or what it is where no record fits."""
+    """Return the call as a case, or its description if no record fits."""
     if call.datatype not in ("fp16", "fp32", "fp64", "bf16", "fp8"):
         return f"{call.kind} of {call.datatype}"
     if call.kind in ("all_to_all_v", "send_recv") or call.kind not in KINDS.values():
-        return call.kind  # half of a message, or nobody knows who sent how much
+        return call.kind  # half of a message, or unknown splits
     ranks = call.num_ranks
     parts = 1 if call.kind in WHOLE else ranks
     op = Collective(
@@ -197,5 +197,5 @@ def _case(call: Traced, world: int) -> Case | str:
 
 
 def without_host(text: str) -> str:
-    """The lines of calls alone, without the host's name and the pointers' addresses of a log."""
+    """Return only the calls of a log's lines, without the host's name before them."""
     return "".join(f"{match[0]}\n" for match in CALL.finditer(text))

@@ -1,16 +1,16 @@
-"""PARAM comms' text, as rows. Columns are found by the header's names: today's last column,
-TotalTime, is always 0.0, and older versions have neither it nor today's words.
+"""PARAM comms' text, as rows. Columns are found by the header's names. The last column of newer
+versions, TotalTime, is always 0.0; older versions lack it and name columns differently.
 
 total-size is the output for all_gather, the input for reduce_scatter, else a rank's output: always
 nccl-tests' size. Percentiles are over ranks, of each rank's mean; algbw comes from p50. ``args.z``
 1 waits for every call (blocking), 0 issues all of them and waits once (pipelined).
 
 all_to_allv without split lists is even. One fork prints a table of batch, tables and dimension
-(``B,T0-T1-..,D``), an uneven exchange as embedding tables cause it (moderato/param, comms.py with a
-file of bench params): rank i computes its T_i tables for the whole batch and needs all tables for
-its share of it. Its input has B * T_i * D elements, its output, which is its size, (B/n) * sum(T) *
-D. There are CSVs of it, of means over ranks, whose bandwidths may carry the 0.0004 that their
-writer added.
+(``B,T0-T1-..,D``), the uneven exchange of embedding tables (moderato/param, comms.py with a file of
+bench params). Rank i computes its T_i tables for the whole batch and needs all tables for its share
+of the batch. Its input has B * T_i * D elements. Its output has (B/n) * sum(T) * D, and the printed
+size is that of the output. CSVs of the fork hold means over ranks, and their bandwidths may have
+0.0004 added by their writer.
 """
 
 import re
@@ -55,19 +55,19 @@ _KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
     "reduce",
 )  # fmt: skip
-_LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors, which copy
+_LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors copy
 _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
 _UNITS = {"(B)", "(us)", "(GB/s)"}
 _WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
-_SETTINGS = {  # which all lines of a run give alike
+_SETTINGS = {  # equal in all lines of a run
     "world_size": re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b"),
     "args.z": re.compile(r"args\.z: (\d)"),
     "backend": re.compile(r"\bbackend: (\w+)"),
     "data_types": re.compile(r"\bdata_types?: \[?'?(\w+)"),
 }
-# ranks other than 0 may tell theirs, too
+# ranks other than 0 may print theirs too
 _START = re.compile(r"environment: \{(?!.*'global_rank': [1-9]).*'world_size'")
 _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int\d+)\S*")
 
@@ -82,11 +82,11 @@ class Setting(NamedTuple):
     backend: str
     dtype: str
     collective: str = ""
-    pairs: tuple[tuple[int, int], ...] = ()  # of pt2pt: source and destination
+    pairs: tuple[tuple[int, int], ...] = ()  # (source, destination) for pt2pt
 
 
 class Tables(NamedTuple):
-    """The rows read so far. ``skipped``: why others are left out; ``unread``: lines without one."""
+    """The rows so far. ``skipped``: why others are left out. ``unread``: lines that give none."""
 
     rows: list[Printed]
     skipped: Counter[str]
@@ -94,12 +94,12 @@ class Tables(NamedTuple):
 
 
 class _LeftOut(Exception):
-    """A row that is right, and has no counterpart here."""
+    """A valid row that has no counterpart here."""
 
 
 def read(text: str, name: str) -> Found:
-    """The tables of a log, or of several of as many ranks in one file, each with its own settings;
-    ``name`` is the file's, for messages."""
+    """Read the tables of a log, or of several in one file, with equally many ranks and each with
+    its own settings. ``name``: the file's, for messages."""
     rows, skipped, unread = found = Tables([], Counter(), [])
     settings = [_read_run(lines, name, found) for lines in _runs(text.split("\n"), name)]
     alike = [(s.where, {"world_size": s.world_size, "backend": s.backend}) for s in settings]
@@ -123,7 +123,7 @@ def read(text: str, name: str) -> Found:
 
 
 def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
-    """The numbered lines of each run: one begins where rank 0 tells its environment."""
+    """Return the numbered lines of each run. A run begins where rank 0 prints its environment."""
     numbered = list(enumerate(lines, 1))
     starts = [at for at, (_, line) in enumerate(numbered) if _START.search(line)]
     bounds = [0, *starts[1:], len(lines)]
@@ -138,9 +138,9 @@ def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
 
 
 def _read_run(lines: list[tuple[int, str]], name: str, found: Tables) -> Setting:
-    """Add the rows of one run; its settings at the end."""
+    """Add the rows of one run to ``found``; return the settings as they are at its end."""
     setting, columns, rows = _setting(lines, name), list[str](), list[Printed]()
-    wrong: dict[str, str] = {}  # of a kind, where PARAM's own check failed
+    wrong: dict[str, str] = {}  # kinds that failed PARAM's own check, and where
     for at, line in lines:
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
             setting = setting._replace(collective=told[1], pairs=_pairs(told[2], told[3]))
@@ -246,7 +246,7 @@ def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str
 
 
 def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> str:
-    """The first value whose column is of this name."""
+    """Return the first value whose column matches."""
     found = [value for name, value in printed.items() if pattern.match(name)]
     if not found:
         raise ValueError(f"the header above it has no column {column}")
@@ -295,7 +295,7 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
     return {
         key: float(printed[column]) * unit
         for column, (key, unit) in names.items()
-        if is_number(printed.get(column, ""))  # of one rank some are N/A
+        if is_number(printed.get(column, ""))  # with one rank some are N/A
     }
 
 
@@ -309,7 +309,7 @@ def _table_row(
     where: str,
     regime: Regime = "blocking",
 ) -> Printed:
-    """``per_rank``: times in us, then bandwidths in GB/s; a number a rank, or their mean."""
+    """Make a row. ``per_rank``: times in us, then bandwidths in GB/s; of each rank, or a mean."""
     matrix = embedding_splits(btd, "btd")
     received = sum(line[0] for line in matrix)
     if size_bytes != received:

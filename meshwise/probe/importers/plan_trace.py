@@ -1,14 +1,14 @@
-"""Compares what a step of a plan should send through NCCL with what the ranks' traces show.
+"""Compare the NCCL calls that a plan's step should make with those in the ranks' traces.
 
-In: a plan, the calls of each rank, and over how many steps. Out: a ``TraceCheck``. Planned are
-FSDP2's gathers, scatters and all-reduces of every unit (``models/fsdp``), as ``parallel/data``
-orders them, and the one number that the gradients' norm takes (``engine/optimizer``):
+In: a plan, the calls of each rank, and the number of steps. Out: a ``TraceCheck``. A plan has
+FSDP2's gathers, scatters and all-reduces of every unit (``models/fsdp``), in the order of
+``parallel/data``, and a one-element all-reduce for the gradient norm (``engine/optimizer``):
 
 - ZeRO 3 gathers a layer for each forward and each backward, and the root for each forward;
 - ZeRO 1 and 2 gather every unit once a step, ZeRO 0 (copies of one shard) never;
 - ZeRO 2 and 3 reduce gradients after each microbatch, 0 and 1 after the last.
 
-All steps issue the same. Groups of one rank move nothing and do not count.
+All steps issue the same calls. Groups of one rank move nothing and do not count.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ class _Key(NamedTuple):
 
 
 def planned(plan: Plan) -> list[Planned] | None:
-    """List what each rank issues in a step; None for images, under tp and ep and in pipelines,
-    whose ranks hold parts of a unit's weights and exchange activations besides."""
+    """List the calls of each rank in a step; None for images, and with tp, ep or pp, where ranks
+    hold parts of a unit's weights and exchange activations too."""
     layout = plan.layout
     divided = layout.tp > 1 or layout.pp > 1 or layout.ep > 1
     if divided or isinstance(plan.model, WideResNet):
@@ -56,7 +56,7 @@ def planned(plan: Plan) -> list[Planned] | None:
 def compare(
     expected: Sequence[Planned] | None, traced: Sequence[Sequence[Traced]], steps: int
 ) -> TraceCheck:
-    """``traced``: the calls of each rank in rank order, over ``steps`` steps."""
+    """Compare. ``traced``: the calls of each rank in rank order, over ``steps`` steps."""
     units: dict[_Key, list[str]] = {}
     times: Counter[_Key] = Counter()
     for one in expected or ():
@@ -91,7 +91,7 @@ def compare(
 
 
 def _key(call: Traced, known: dict[_Key, list[str]]) -> _Key:
-    """A call whose line was cut off before the communicator's size is the planned one like it."""
+    """Return a call's key. A line cut off before the communicator's size takes a planned size."""
     key = _Key(call.kind, call.count, call.datatype, call.num_ranks)
     if call.num_ranks:
         return key
@@ -99,7 +99,7 @@ def _key(call: Traced, known: dict[_Key, list[str]]) -> _Key:
 
 
 def _named(names: list[str]) -> str:
-    """``layers.0 to layers.31 (32 units)``; the same unit may come forward and backward."""
+    """Join names: ``layers.0 to layers.31 (32 units)``. A unit of forward and backward is one."""
     names = list(dict.fromkeys(names))
     if len(names) < 3:
         return ", ".join(names)
@@ -110,7 +110,7 @@ def _verdict(planned: int, traced: Sequence[int], steps: int, *, judged: bool) -
     if not judged:
         return "not judged"
     due = planned * steps
-    if not planned:  # what happens in every step happens at least once in each
+    if not planned:  # a call of the steps themselves is made at least once in each
         return "outside the steps" if max(traced) < steps else "not planned"
     if all(count == due for count in traced):
         return "as planned"

@@ -1,14 +1,14 @@
 """Primus' operator CSVs, as rows (Primus, benchmark/kernel/{gemm,attention,rccl}).
 
-Sizes: all_reduce, reduce_scatter and send have the whole MBS x Seq x HiddenSize; all_gather has
-that gathered of mbs x (Seq // W) x hidden a rank; all2all has MBS x Seq x TopK rows, padded up to
-a multiple of EP-Size; fsdp's ``Layer Weight`` is the elements of the whole layer. The bandwidth is
-busbw, and tells all_reduce from the other two, whose columns are the same; these two are told
-apart by the file's name, and a send's ping-pong by whether the time is that of both ways.
+Sizes: all_reduce, reduce_scatter and send have the whole MBS x Seq x HiddenSize. all_gather gathers
+MBS x (Seq // W) x HiddenSize of each rank. all2all has MBS x Seq x TopK rows, padded up to a
+multiple of EP-Size. fsdp's ``Layer Weight`` is the elements of the whole layer. all_reduce,
+all_gather and reduce_scatter have the same columns: the bandwidth, which is busbw, identifies
+all_reduce, and the file's name the other two. A send's busbw shows if its time is for both ways.
 
-Times are means of 100 calls in a row (fsdp 20) by the host's clock, of gemm and attention between
-two events; gemm rotates its operands through 512 MiB (cold), attention does not (warm). A kernel
-of attention that failed is printed as 0; other times must be > 0.
+Times are means of 100 calls in a row (fsdp 20) by the host's clock; gemm and attention are timed
+between two events. gemm rotates its operands through 512 MiB (cold), attention does not (warm). An
+attention kernel that failed is printed as 0; other times must be > 0.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Direction, Dtype
 
 _TIME = "Time(s)"
 _RATE = "Bandwidth(GB/s)"
-_MESSAGE = ("MBS", "Seq", "HiddenSize")  # whose product is its elements
+_MESSAGE = ("MBS", "Seq", "HiddenSize")  # their product is the number of elements
 _ATTENTION = {
     "batch": "batch_size", "q_len": "seqlen_q", "kv_len": "seqlen_kv", "heads": "num_head_q",
     "kv_heads": "num_head_kv", "head_dim": "head_dim_qk", "head_dim_v": "head_dim_v",
@@ -103,7 +103,7 @@ def _all_to_all(line: Line, where: str, _: str) -> list[Printed]:
 
 
 def _collective(line: Line, where: str, name: str) -> list[Printed]:
-    """Primus gathers Seq // W positions a rank; all_reduce moves twice what the others do."""
+    """Read a collective. all_reduce moves twice the others' bytes; all_gather drops Seq % W."""
     ranks, elements = whole(line["WorldSize"], "WorldSize", 2), _product(line, *_MESSAGE)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
     moved = _moved(line) * ranks / (ranks - 1)
@@ -134,21 +134,21 @@ def _fsdp(line: Line, where: str, name: str) -> list[Printed]:
 
 
 def _send(line: Line, where: str, _: str) -> list[Printed]:
-    """Half the time of a ping-pong, unless the bandwidth says that it is halved already."""
+    """Read a send: half a ping-pong's time, unless the bandwidth shows it is halved already."""
     elements = _product(line, *_MESSAGE)
     both_ways = _moved(line) > 1.5 * elements * DTYPE_BYTES[_dtype(line["DataType"])]
     return [_timed(line, where, "send", elements, 2, share=0.5 if both_ways else 1.0)]
 
 
 def _moved(line: Line) -> float:
-    """Bytes on the wire by the printed busbw and time."""
+    """Return the bytes on the wire, from the printed busbw and time."""
     return number(line[_RATE], _RATE) * 1e9 * seconds(line[_TIME], _TIME)
 
 
 def _timed(
     line: Line, where: str, kind: CollectiveKind, elements: int, ranks: int, share: float = 1.0
 ) -> Printed:
-    """``share`` of the printed time is the operation's; its busbw must be the printed one."""
+    """Make a row. The operation takes ``share`` of the printed time; busbw must match this."""
     dtype = _dtype(line["DataType"])
     if not 0 < elements < 2**60:
         raise ValueError(f"{elements} elements: must be > 0 and < 2^60")

@@ -2,8 +2,8 @@
 
 In: the rows of each table of a file, with the digits that were printed. Out: one warning for each
 kind of doubt: constant times, sizes that do not ascend, times printed with too few digits,
-bandwidths that do not follow from size and time. The digits of bandwidths are no matter: the times
-are used. Bandwidths in two units are a ValueError.
+bandwidths that do not follow from size and time. Bandwidths with few digits are no doubt, as only
+the times are used. Bandwidths in two units are a ValueError.
 """
 
 import re
@@ -13,15 +13,15 @@ from itertools import groupby, pairwise
 from meshwise.probe.importers.found import Printed, listed, warning
 from meshwise.spec import Collective
 
-_SAME = 4  # rows in a row with one and the same time: two or three happen on a plateau
+_SAME = 4  # equal times in a row; two or three happen on a plateau
 _TOLERANCE = 0.02
 _UNITS = {8.0: "Gbit/s", 1 / 1.073741824: "GiB/s", 1000.0: "MB/s", 0.001: "TB/s"}
 
-_Series = list[list[Printed]]  # each of rows with ``printed`` that differ in size alone
+_Series = list[list[Printed]]  # each list: rows with ``printed`` that differ only in size
 
 
 def warnings_of(tables: Sequence[Sequence[Printed]], source: str) -> list[str]:
-    """All that is suspicious in the tables of one file; ``source`` begins an error."""
+    """Return a warning for all that is suspicious in one file. ``source``: its name, for errors."""
     found: dict[tuple[object, ...], list[Printed]] = {}
     for number, rows in enumerate(tables):
         for row in rows:
@@ -60,12 +60,12 @@ def _descending(series: _Series) -> list[str]:
         for rows in series
         for row, later in pairwise(rows)
         if _op(later).size_bytes < _op(row).size_bytes
-    }  # in and out of place are of the same line
+    }  # a dict, as a line in and out of place gives the same text
     return [f"not ascending: {said}" for said in warning(list(found), "sizes")]
 
 
 def _line(row: Printed) -> str:
-    """``line 17`` of ``line 17 in place``."""
+    """Return ``line 17`` of ``line 17 in place``."""
     return " ".join(row.where.split()[:2])
 
 
@@ -77,13 +77,13 @@ def _quantised(series: _Series) -> list[str]:
 
 
 def _digits(text: str) -> int:
-    """Significant digits as printed: ``0.05`` has one, ``18.30`` four."""
+    """Count significant digits as printed: ``0.05`` has one, ``18.30`` four."""
     mantissa = re.split("[eE]", text)[0]
     return len(re.sub(r"[^0-9]", "", mantissa).lstrip("0"))
 
 
 def _unrelated(series: _Series, source: str) -> list[str]:
-    """Bandwidths that size and time do not give, beyond the rounding of both."""
+    """Warn of bandwidths that differ from size / time by more than rounding."""
     wrong = []
     for rows in series:
         units: dict[str, str] = {}
