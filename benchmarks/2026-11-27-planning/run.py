@@ -1,6 +1,6 @@
 """Time `meshwise plan` as a user waits for it: python run.py OUT.json, on an idle machine.
 
-Each command runs ten times in turn with the others, in a new process and an empty folder.
+Each command runs five times in turn with the others, in a new process and an empty folder.
 """
 
 import json
@@ -37,7 +37,7 @@ def seconds(command: str) -> float:
 
 def main() -> None:
     times: dict[str, list[float]] = {command: [] for command in COMMANDS}
-    for turn in range(10):
+    for turn in range(5):
         for command, found in times.items():
             found.append(seconds(command))
             print(f"{turn} {found[-1]:6.2f} s  {command}", flush=True)

@@ -20,7 +20,7 @@ from meshwise.verbs import job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwise.spec import Case, Derived
+    from meshwise.spec import Case, Derived, Sample
 
 measure = cyclopts.App(
     name="measure",
@@ -149,13 +149,14 @@ def _measure(asked: MeasureOptions, called: Called) -> int:
 
     if job.leads() and not asked.dry_run:
         files.check_writable(reports.values())
+    past = [sample for path in called.baseline for sample in files.load(path)[1]]
     found = meshwise.measure(asked)
     if isinstance(found, list):
         return _list(asked, found, called.json)
     if not job.leads():
         return DONE
     if isinstance(asked, kinds.HealthOptions):
-        return _judge(found, called.baseline, called.json)
+        return _judge(found, past, called.json)
     from meshwise import store
     from meshwise.verbs import reports as primus
 
@@ -218,13 +219,12 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
     return code_of(sample.status for sample in measured)
 
 
-def _judge(run_dir: Path, baseline: tuple[str, ...], json: bool) -> int:
+def _judge(run_dir: Path, past: "Sequence[Sample]", json: bool) -> int:
     from meshwise import store
     from meshwise.pages import health, samples
 
     info, measured, _ = store.load(run_dir)
-    past = [sample for path in baseline for sample in store.load(path)[1]] or None
-    found = health.findings(info, measured, past)
+    found = health.findings(info, measured, past or None)
     document = samples.document(run_dir, info, measured)
     document |= {"verdict": health.verdict(found), "findings": [one._asdict() for one in found]}
     emit(document, health.tables(info, measured, past), json)

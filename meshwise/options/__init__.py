@@ -113,18 +113,20 @@ class Options:
         for name, (flag, is_several, is_whole, bounds, choices) in rules(kind).items():
             value = getattr(self, name)
             if isinstance(value, Path):  # requests travel as JSON
-                object.__setattr__(self, name, str(value))
-            if is_several and isinstance(value, str | list):
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-            if value is None or is_several:
-                continue
-            if choices and value not in choices:
-                raise Refused(name, flag, f" = {value!r}: must be one of {', '.join(choices)}")
-            if is_whole and not isinstance(value, int):
-                raise Refused(name, flag, f" = {value!r}: must be a whole number")
-            if bounds and not bounds.least <= value <= bounds.most:
-                most = "" if bounds.most == float("inf") else f" and <= {bounds.most}"
-                raise Refused(name, flag, f" = {value}: must be >= {bounds.least}{most}")
+                value = str(value)
+            if is_several and value is not None and not isinstance(value, tuple):
+                value = tuple(value) if isinstance(value, list) else (value,)
+            object.__setattr__(self, name, value)
+            for one in value if is_several and value else (value,):
+                if one is None or one == ():
+                    continue
+                if choices and one not in choices:
+                    raise Refused(name, flag, f" = {one!r}: must be one of {', '.join(choices)}")
+                if is_whole and (not isinstance(one, int) or isinstance(one, bool)):
+                    raise Refused(name, flag, f" = {one!r}: must be a whole number")
+                if bounds and not bounds.least <= one <= bounds.most:
+                    most = "" if bounds.most == float("inf") else f" and <= {bounds.most}"
+                    raise Refused(name, flag, f" = {one}: must be >= {bounds.least}{most}")
 
     def said(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

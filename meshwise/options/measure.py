@@ -57,9 +57,9 @@ class GemmOptions(MeasureOptions):
 
     configs: Annotated[Content | None, Flag("model_config_path")] = None
     "A file of models as Primus writes it (model_configs.json)."
-    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size"), Range(1)] = ()
     "Sequences at once; may be repeated. By default 1, or 1 to 8 with --model-config-path."
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, Range(1)] = None
     "Tokens of a sequence; by default the model's, at most 4096 (128 on CPUs)."
     dtypes: tuple[Dtype, ...] = ()
     "Products in each of these instead of --dtype; may be repeated."
@@ -67,7 +67,7 @@ class GemmOptions(MeasureOptions):
     "How products are called; cold by default. sustained lasts --sustain."
     gradients: Annotated[bool, PYTHON] = True
     "Also the products of the backward."
-    square: tuple[int, ...] = ()
+    square: Annotated[tuple[int, ...], Range(1)] = ()
     "Sides of square products."
     skinny: bool = False
     "Also products with few rows."
@@ -83,9 +83,9 @@ class AttentionOptions(MeasureOptions):
 
     shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
     "A file of shapes as Primus writes it (attention_shapes.json)."
-    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size"), Range(1)] = ()
     "Sequences at once; may be repeated. By default 1, or 1 to 8 with --shapes-json-path."
-    seq_lens: Annotated[tuple[int, ...], Flag("seq_len")] = ()
+    seq_lens: Annotated[tuple[int, ...], Flag("seq_len"), Range(1)] = ()
     "Lengths; may be repeated."
     backends: Annotated[tuple[str, ...], Flag("backend")] = ()
     (
@@ -94,7 +94,7 @@ class AttentionOptions(MeasureOptions):
     )
     directions: Annotated[tuple[Literal["forward", "backward"], ...], PYTHON] = ()
     "Both by default."
-    windows: Annotated[tuple[int, ...], Flag("window")] = ()
+    windows: Annotated[tuple[int, ...], Flag("window"), Range(1)] = ()
     "Keys that a query sees at most; may be repeated."
     causal: Annotated[bool, PYTHON] = True
     "No query sees later keys."
@@ -116,9 +116,9 @@ class CollectivesOptions(MeasureOptions):
     )
     primus_lists: Annotated[bool, PYTHON] = False
     "What the models that Primus lists exchange, at its lengths (128 tokens on CPUs)."
-    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size"), Range(1)] = ()
     "Of --model; may be repeated."
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, Range(1)] = None
     "Of --model; by default the model's, at most 8192 (128 on CPUs)."
     plan: Annotated[Content | None, Flag("sizes_from")] = None
     "A plan whose collectives are measured."
@@ -178,9 +178,9 @@ class OverlapOptions(MeasureOptions):
     "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."
     sizes: str | None = None
     "Of the messages; 16M,256M by default, on CPUs 256K,4M."
-    microbatch_size: Annotated[int, PYTHON] = 1
+    microbatch_size: Annotated[int, PYTHON, Range(1)] = 1
     "Of models: sequences at once."
-    seq_len: Annotated[int | None, PYTHON] = None
+    seq_len: Annotated[int | None, PYTHON, Range(1)] = None
     "Of models: tokens of a sequence."
     backends: Annotated[tuple[str, ...], PYTHON] = ()
     "Of the collectives."

@@ -122,9 +122,10 @@ def _parts(table: Table, width: int) -> Iterator[Table]:
         gap + max(len(line) for cell in cells for line in cell.split("\n"))
         for cells in zip(table.columns, *table.rows, strict=True)
     ]
-    words, room = range(table.left), width
+    words, room, widest = range(table.left), width, max(sizes[table.left :], default=0)
     if sum(sizes) > width:
-        room -= min(sum(sizes[: table.left]), width // 2)
+        natural = sum(sizes[: table.left])
+        room = max(widest, width - (natural if 3 * natural <= 2 * width else width // 2))
         sizes[: table.left] = [0] * table.left
     parts: list[list[int]] = [[]]
     for index in range(table.left, len(sizes)):

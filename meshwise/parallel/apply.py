@@ -58,7 +58,9 @@ def parallelize(
         raise ValueError(f"dtype = {dtype!r}: training runs in fp32 or bf16; plan for one of them")
     sharded = data.is_needed(layout, dtype)
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
-    sums = Sums(place, layout.tp_sums, torch.bfloat16 if dtype == "bf16" else None)
+    in_bf16 = dtype == "bf16"
+    narrow = torch.bfloat16 if in_bf16 and recipe.reduce == "bf16" else torch.float32
+    sums = Sums(place, layout.tp_sums, torch.bfloat16 if in_bf16 else None, narrow)
     model.sum_gradients = sums.add_up
     kinds = layout.recomputed(len(model.layers))
     if lowering == "compiled":

@@ -24,12 +24,16 @@ Name = tuple[nn.Module, str]  # names a parameter, as other code replaces the ob
 
 class Sums:
     """The sums to do at the end of a step. ``cast``: the compute dtype of weights that FSDP2 does
-    not see."""
+    not see. ``reduce``: gradients are summed in this dtype, or in a wider one of their own."""
 
     def __init__(
-        self, place: MeshPlace, order: str = "first", cast: torch.dtype | None = None
+        self,
+        place: MeshPlace,
+        order: str = "first",
+        cast: torch.dtype | None = None,
+        reduce: torch.dtype = torch.float32,
     ) -> None:
-        self.mesh, self.order, self.cast = place.mesh, order, cast
+        self.mesh, self.order, self.cast, self.reduce = place.mesh, order, cast, reduce
         self.data_ranks, self.everyone = place.layout.data_ranks, place.everyone
         self.over_tp: list[Name] = []
         self.over_both: list[Name] = []
@@ -52,19 +56,22 @@ class Sums:
     @torch.no_grad()
     def add_up(self) -> None:
         """Reduce the noted gradients: sum over tp, mean over the data ranks."""
-        _all_reduce(self.over_tp, self.mesh["tp"].get_group())
+        self._all_reduce(self.over_tp, self.mesh["tp"].get_group())
         if self.over_both:
             assert self.everyone is not None
-            _all_reduce(self.over_both, self.everyone, 1 / self.data_ranks)
+            self._all_reduce(self.over_both, self.everyone, 1 / self.data_ranks)
 
-
-def _all_reduce(names: list[Name], group: dist.ProcessGroup, scale: float = 1) -> None:
-    held = dict.fromkeys(getattr(module, name) for module, name in names)  # a tied weight once
-    gradients: list[Tensor] = [share(weight.grad) for weight in held]
-    if not gradients:
-        return
-    total = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(total, group=group)
-    parts = total.mul_(scale).split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    def _all_reduce(self, names: list[Name], group: dist.ProcessGroup, scale: float = 1) -> None:
+        held = dict.fromkeys(getattr(module, name) for module, name in names)  # a tied weight once
+        gradients: list[Tensor] = [share(weight.grad) for weight in held]
+        if not gradients:
+            return
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        is_narrow = self.reduce == torch.bfloat16
+        total = total.to(
+            self.reduce if is_narrow else torch.promote_types(total.dtype, self.reduce)
+        )
+        dist.all_reduce(total, group=group)
+        parts = total.mul_(scale).split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))

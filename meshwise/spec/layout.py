@@ -208,11 +208,11 @@ class Layout(Record, kw_only=True):
             self.fail("ways", f"must be one for each of {self.num_stages} stages")
         shared: dict[int, Layout] = {}
         for stage, way in enumerate(self.ways):
+            if way.zero and self.tp_sums == "together":
+                self.fail("ways", f"stage {stage} has shards; tp_sums together needs zero = 0")
             rank, inside = rank_of(self.schedule, stage, self.pp), self.of_stage(stage)
             if (way.zero or way.replicas) and not inside.zero:
                 self.fail("ways", f"stage {stage} has no shards: zero is 0, or dp and cp are 1")
-            if way.zero and self.tp_sums == "together":
-                self.fail("ways", f"stage {stage} has shards; tp_sums together needs zero = 0")
             if way.cuts not in (None, inside.cuts):
                 self.fail("ways", f"stage {stage} has cuts, and tp divides nothing where it is 1")
             inside = msgspec.structs.replace(inside, recompute="none", recompute_layers=None)

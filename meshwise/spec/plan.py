@@ -8,7 +8,7 @@ import msgspec
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
-from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, Way, Workload, rank_of
+from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, TpSums, Way, Workload, rank_of
 from meshwise.spec.model import AnyModel, LayerKind, layer_kinds
 from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Recipe
@@ -114,6 +114,7 @@ class Stage(Record, kw_only=True):
     ep: Positive = 1
     zero: NonNegative = 0
     replicas: Positive = 1
+    tp_sums: TpSums = "last"
     placements: dict[str, Placement]
     recompute: tuple[Recompute, ...]
 
@@ -160,6 +161,7 @@ def stages_of(layout: Layout, model: AnyModel) -> tuple[Stage, ...]:
                 ep=inside.ep,
                 zero=inside.zero,
                 replicas=inside.replicas,
+                tp_sums=inside.tp_sums,
                 placements=placements_of(inside, parts),
                 recompute=inside.recomputed(len(layers)),
             )
@@ -295,5 +297,7 @@ class Plan(Record, kw_only=True):
             self.fail("recipe", "fp8 casts bf16 products of whole weights; use dtype bf16 and tp 1")
         if recipe.async_tp and not (compiled and max(stage.tp for stage in self.stages) > 1):
             self.fail("recipe", "async_tp is for compiled layers under tp; use both, or false")
+        if recipe.weights == "bf16" and self.layout.tp_sums == "together":
+            self.fail("recipe", "weights of bf16 would add up in bf16 where tp_sums is together")
         if recipe.weights == "bf16" and self.dtype != "bf16":
             self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 import meshwise
 from meshwise import options
+from meshwise.models import catalogue
 from meshwise.options import measure, plan, refit, ring, run
 from meshwise.spec import Layout
 
@@ -86,3 +88,27 @@ def test_ranks_are_called_gpus_too():
     assert measure.GemmOptions(gpus=2).nproc == run.RunOptions(nproc=2).nproc == 2
     with pytest.raises(ValueError, match="gpus = 2: nproc is 3; give one of them"):
         measure.GemmOptions(gpus=2, nproc=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"square": (0,)}, "square = 0: must be >= 1"),
+        ({"square": 64.5}, "square = 64.5: must be a whole number"),
+        ({"square": "64"}, "square = '64': must be a whole number"),
+        ({"seq_len": 0}, "seq_len = 0: must be >= 1"),
+        ({"modes": "hot"}, "modes = 'hot': must be one of cold, warm, graph, sustained"),
+        ({"dtypes": ["int8"]}, "dtypes = 'int8': must be one of fp64"),
+        ({"gpus": True}, "gpus = True: must be a whole number"),
+    ],
+)
+def test_each_of_several_values_is_in_its_range(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        measure.GemmOptions(**options)
+
+
+def test_one_value_of_several_may_stand_alone():
+    model = catalogue.find("gpt-30m")
+    asked = measure.GemmOptions(model=model, square=64, modes=["cold"])
+    assert (asked.model, asked.square, asked.modes) == ((model,), (64,), ("cold",))
+    assert measure.GemmOptions(model=Path("config.json")).model == ("config.json",)

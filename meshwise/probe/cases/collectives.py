@@ -110,7 +110,9 @@ def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
     """List the operations asked for, for every size."""
     group = _group(scope.world_size, asked.groups, asked.ranks or ())
     if asked.splits or asked.tables is not None:
-        sent = asked.splits or embedding_splits(asked.tables or "", "tables")
+        sent = tuple(map(tuple, asked.splits or ())) or embedding_splits(
+            asked.tables or "", "tables"
+        )
         if asked.tables and len(sent) != group.size:
             raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
         return [uneven(sent, group.size, scope.dtype, group.ranks)]
