@@ -53,7 +53,7 @@ def test_another_order_of_sums_alone_is_refused_since_its_price_is_another():
     plan = matrix.plan_of(matrix.FAMILIES["llama"], PIPELINE, "adamw")
     data = json.loads(msgspec.json.encode(plan))
     data["layout"]["tp_sums"] = "first"
-    with pytest.raises(msgspec.ValidationError, match="tp_sums of stage 0.*plan --layout"):
+    with pytest.raises(msgspec.ValidationError, match=r"tp_sums of stage 0.*plan --layout"):
         msgspec.convert(data, Plan)
 
 
