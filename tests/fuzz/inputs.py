@@ -195,6 +195,7 @@ def kinds() -> dict[str, Kind]:
         "run.json": _run_file("run.json", "json", _json(known.info("run", known.plan()))),
         "samples.jsonl": Kind("jsonl", lines, measured, (
             f"show {other}", f"show {other} --json", f"compare {other} {other}",
+            f"measure health --baseline {other} --dry-run",
         ), (f"calibrate {other}", "report")),
         "samples.jsonl.gz": Kind("packed", tuple(map(gzip.compress, lines)), f"{measured}.gz", (
             f"show {other}",
@@ -226,11 +227,6 @@ def kinds() -> dict[str, Kind]:
         )),
         "splits": Kind("json", (b"[[0, 4096], [8192, 0]]", b"[[1,2],[4,5]]"), "v.json", (
             "measure collectives --splits {at} --dry-run",
-        )),
-        "health baseline": Kind("json", _read(
-            "tests/data/health/gloo_4_ranks_2_cores.json"
-        ), "b.json", (
-            "measure health --baseline {at} --dry-run",
         )),
         "ring results": Kind("json", _read(ring), (
             "res/ring_v2_collective_benchmark_20261122_022125_world2.json"
