@@ -14,7 +14,7 @@ ROOMS = {
     "engine": 3_235,
     "fit": 312,
     "launch": 682,
-    "models": 4_697,
+    "models": 4_698,
     "nn": 1_362,
     "options": 902,
     "pages": 5_572,
@@ -23,7 +23,7 @@ ROOMS = {
     "probe": 6_304,
     "reshard": 5_094,
     "search": 2_520,
-    "spec": 2_906,
+    "spec": 2_908,
     "suites": 1_003,
     "verbs": 3_529,
     "": 4_095,  # modules beside the rooms
