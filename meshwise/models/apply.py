@@ -8,6 +8,7 @@ the ranks that hold the same ones. ZeRO-3 gathers for each forward and each back
 once a step. ZeRO-0 and 1 reduce after the last microbatch, ZeRO-2 and 3 after each; ZeRO-0
 all-reduces. With replicas (HSDP), shards are gathered and reduced within one replica, and gradients
 are then all-reduced over the replicas.
+
 A pipeline stage's backward may be split into I (all but the weights' gradients) and W (these).
 FSDP2's hooks ignore this split: all weights are gathered before I, and freed and reduced after W.
 """

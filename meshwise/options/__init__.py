@@ -117,8 +117,8 @@ class Options:
             if is_several and value is not None and not isinstance(value, tuple):
                 value = tuple(value) if isinstance(value, list) else (value,)
             object.__setattr__(self, name, value)
-            for one in value if is_several and value else (value,):
-                if one is None or one == ():
+            for one in (value or ()) if is_several else (value,):
+                if one is None:
                     continue
                 if choices and one not in choices:
                     raise Refused(name, flag, f" = {one!r}: must be one of {', '.join(choices)}")

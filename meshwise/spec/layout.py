@@ -40,6 +40,7 @@ class Cuts(Record, kw_only=True):
     every rank computes everything. ``stream``: the activations between layers, with their norms;
     ``seq`` is sequence parallelism there. ``attention`` covers q, k, v to the output projection.
     ``experts`` covers the router to the sum of the chosen experts, shared experts included.
+
     ``experts`` cut by ``experts``: tp ranks hold different whole experts, tp inside ep, so
     ep * tp ranks exchange rows (Megatron's etp = 1). This is not a larger ``ep``: gradients are a
     mean over the ranks that ep divides, and a sum over tp's. Tokens are placed as in the stream, so
@@ -144,6 +145,7 @@ class Layout(Record, kw_only=True):
     backward recomputes: nothing, norms and activation functions (selective) or whole layers (full),
     in the first ``recompute_layers`` layers of each stage, by default in all. The batch of a step
     is ``dp * microbatch_size * num_microbatches``.
+
     Pipelines may be uneven. ``layers``: number of layers of each stage. ``meshes``: (dp, tp) of
     each pipeline rank; ``dp`` and ``tp`` are then 1, and ``microbatch_size`` counts the whole
     pipeline. ``ways``: settings of each stage; stages of one rank may differ in recomputation only.

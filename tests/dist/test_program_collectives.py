@@ -187,8 +187,8 @@ def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, mod
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 def test_gradients_that_are_sums_over_two_axes(gloo_ranks, plan_of, model):
-    """Over tp first, or behind the data ranks, or over both at once: the cut of the first leaves
-    norms and routers whole, that of the second attention, too."""
+    """Each order of the sums issues its own collectives. Sequence parallelism leaves norms and
+    routers whole on tp ranks; ``cuts`` leaves attention, embedding and head whole, too."""
     dealt = {"dp": 2, "tp": 2, "microbatch_size": 2}
     cuts = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
     layouts = [
