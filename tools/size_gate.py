@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_179,
+    "cli": 1_200,
     "engine": 3_235,
     "fit": 312,
     "launch": 682,
@@ -25,8 +25,8 @@ ROOMS = {
     "search": 2_520,
     "spec": 2_908,
     "suites": 1_003,
-    "verbs": 3_529,
-    "": 4_095,  # modules beside the rooms
+    "verbs": 3_562,
+    "": 4_107,  # modules beside the rooms
 }
 
 
