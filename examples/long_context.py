@@ -25,6 +25,7 @@ from meshwise.attention.shards import (
     positions,
     zigzag,
 )
+from meshwise.launcher import Job
 from meshwise.nn.gpt import GPT
 from meshwise.nn.stage import Attend, cross_entropy
 from meshwise.spec import Model
@@ -60,7 +61,7 @@ def main() -> None:
     order = options.order or ("zigzag" if options.attention == "dense" else "contiguous")
 
     gpu = "cuda" if torch.cuda.is_available() else "cpu"
-    joined = ranks.join() if ranks.environment() else ranks.alone(gpu)
+    joined = ranks.join() if Job.here().launched else ranks.alone(gpu)
     size, rank, device = joined.world_size, joined.rank, joined.device
     shards = {"contiguous": contiguous, "zigzag": zigzag}[order](options.seq_len, size)
     mine, following = (

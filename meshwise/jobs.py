@@ -6,6 +6,7 @@ jobs' secret (``secret``); nobody else can read or write a key (``meeting``).
 
 import atexit
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise import meeting, ranks, secret
-from meshwise.launcher import Environment
+from meshwise.launcher import Job
 from meshwise.patience import Patience
 from meshwise.ranks import Ranks
 
@@ -56,7 +57,7 @@ def join_at(
     _check_names(job, jobs)
     word = secret.read(secret_file)
     place = _place_in_job()
-    opens = job == jobs[0] and place["rank"] == 0
+    opens = job == jobs[0] and place.rank == 0
     if opens:
         _hold(bind or host, port, word, address)
     first = f"{jobs[0]} rank 0"
@@ -74,8 +75,8 @@ def join_at(
     names = [f"{name} rank {r}" for name, size in sizes.items() for r in range(size)]
     device = ranks.device_of(place)
     joined = Ranks(
-        rank=names.index(f"{job} rank {place['rank']}"),
-        local_rank=place["local_rank"],
+        rank=names.index(f"{job} rank {place.rank}"),
+        local_rank=place.local_rank,
         world_size=len(names),
         device=device,
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -134,22 +135,25 @@ def _listens(host: str, store: meeting.MeetingStore) -> str:
     return own
 
 
-def _place_in_job() -> Environment:
+def _place_in_job() -> Job:
     """Return this process's place, from the default group or else the launcher. A process with
     neither is a job of one."""
-    place = ranks.environment() or ranks.environment({"RANK": "0", "WORLD_SIZE": "1"})
-    assert place is not None
-    if dist.is_initialized():
-        place["rank"], place["world_size"] = dist.get_rank(), dist.get_world_size()
-        if torch.cuda.is_available():
-            place["local_rank"] = torch.cuda.current_device()
-    return place
+    place = Job.here()
+    if not dist.is_initialized():
+        return place
+    on_gpu = torch.cuda.is_available()
+    return dataclasses.replace(
+        place,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=torch.cuda.current_device() if on_gpu else place.local_rank,
+    )
 
 
 def _meet_jobs(
     store: dist.Store,
     opens: bool,
-    place: Environment,
+    place: Job,
     job: str,
     jobs: list[str],
     setup_s: float,
@@ -197,9 +201,9 @@ def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None)
         raise ValueError(f"another process told {ranks.plain(told)!r} as {key}") from None
 
 
-def _enter(met: dist.Store, place: Environment, job: str, jobs: list[str]) -> str:
+def _enter(met: dist.Store, place: Job, job: str, jobs: list[str]) -> str:
     """Tell the others that this rank is there. Return why the meeting is refused, or ""."""
-    me, size = f"{job} rank {place['rank']}", place["world_size"]
+    me, size = f"{job} rank {place.rank}", place.world_size
     mine = msgspec.json.encode(jobs).decode()
     agreed = _told(met, "jobs", list[str], met.compare_set("jobs", "", mine))
     if agreed != jobs or job not in jobs or len(set(jobs)) < len(jobs):
@@ -234,8 +238,7 @@ def attached() -> Ranks:
 
     Raises a ValueError if it joined none, or if no launcher says how to reach the store.
     """
-    place = ranks.environment()
-    if not dist.is_initialized() or place is None:
+    if not (dist.is_initialized() and Job.here().launched):
         raise ValueError(
             "this process has joined no job; call meshwise.ranks.join() under torchrun or srun"
         )
@@ -245,18 +248,17 @@ def attached() -> Ranks:
 @functools.cache
 def _attached(world: dist.ProcessGroup) -> Ranks:
     """Make a group's ``Ranks`` once: its control group and its keys in the store stay."""
-    place = ranks.environment()
-    assert place is not None
-    timeout_s, setup_s = Patience().limits(place["world_size"] // place["num_hosts"])
+    place = Job.here()
+    timeout_s, setup_s = Patience().limits(place.world_size // place.num_hosts)
     joined = Ranks(
         rank=world.rank(),
-        local_rank=place["local_rank"],
+        local_rank=place.local_rank,
         world_size=world.size(),
         device=ranks.device_of(place),
         backend=dist.get_backend(),
         store=dist.PrefixStore(
             f"meshwise/{next(ranks.joins)}",
-            ranks.open_store(place["host"], place["port"], False, setup_s, "rank 0"),
+            ranks.open_store(place.host, place.port, False, setup_s, "rank 0"),
         ),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         timeout_s=timeout_s,

@@ -6,68 +6,78 @@ Imports nothing heavy: verbs ask before they load torch.
 import os
 import re
 from collections.abc import Mapping
-from typing import TypedDict
+from dataclasses import dataclass
 
 
-class Environment(TypedDict):
-    """A process's place in a job, from its launcher. ``host`` and ``port``: the store's."""
+@dataclass(frozen=True)
+class Job:
+    """A job, and this process's place in it. ``host`` and ``port``: the store's.
 
-    rank: int
-    local_rank: int
-    world_size: int
-    num_hosts: int
-    host: str
-    port: int
-
-
-def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """Return this process's place in the job of torchrun or srun; None if neither started it.
-
-    A Slurm step of one task (``srun --pty bash``) and a batch script are not launchers: a process
-    in them starts its own ranks.
+    ``launched``: torchrun or srun started its ranks. Without a launcher a process is a job of one,
+    which starts the ranks that it needs.
     """
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        world_size = int(variables["WORLD_SIZE"])
-        return Environment(
-            rank=int(variables["RANK"]),
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            world_size=world_size,
-            num_hosts=max(1, world_size // int(variables.get("LOCAL_WORLD_SIZE", world_size))),
-            host=variables.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(variables.get("MASTER_PORT", "29500")),
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    num_hosts: int = 1
+    host: str = "127.0.0.1"
+    port: int = 29500
+    launched: bool = False
+
+    @classmethod
+    def here(cls, variables: Mapping[str, str] = os.environ) -> "Job":
+        """Read this process's job from the variables that torchrun and srun set.
+
+        A Slurm step of one task (``srun --pty bash``) and a batch script are not launchers: a
+        process in them starts its own ranks.
+        """
+        if "RANK" in variables and "WORLD_SIZE" in variables:
+            world_size = int(variables["WORLD_SIZE"])
+            per_host = int(variables.get("LOCAL_WORLD_SIZE", world_size))
+            return cls(
+                rank=int(variables["RANK"]),
+                local_rank=int(variables.get("LOCAL_RANK", "0")),
+                world_size=world_size,
+                num_hosts=max(1, world_size // per_host),
+                host=variables.get("MASTER_ADDR", cls.host),
+                port=int(variables.get("MASTER_PORT", cls.port)),
+                launched=True,
+            )
+        tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
+        if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
+            return cls()
+        hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
+        job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])
+        nodes = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1"))
+        return cls(
+            rank=int(variables["SLURM_PROCID"]),
+            local_rank=int(variables.get("SLURM_LOCALID", "0")),
+            world_size=tasks,
+            num_hosts=int(nodes),
+            host=variables.get("MASTER_ADDR") or (cls.host if nodes == "1" else first_host(hosts)),
+            port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
+            launched=True,
         )
-    tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
-    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
-        return None
-    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
-    job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])
-    nodes = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1"))
-    return Environment(
-        rank=int(variables["SLURM_PROCID"]),
-        local_rank=int(variables.get("SLURM_LOCALID", "0")),
-        world_size=tasks,
-        num_hosts=int(nodes),
-        host=variables.get("MASTER_ADDR") or ("127.0.0.1" if nodes == "1" else first_host(hosts)),
-        port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
-    )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes and prints for its job."""
+        return self.rank == 0
+
+    def check(self, nproc: int | None) -> None:
+        """Raise ValueError if the launcher did not start ``nproc`` ranks."""
+        if self.launched and nproc not in (None, self.world_size):
+            raise ValueError(
+                f"nproc = {nproc}, but the launcher started {self.world_size} ranks; "
+                "leave nproc out or make them equal"
+            )
 
 
-def world_size(nproc: int | None = None) -> int | None:
-    """Return how many ranks a launcher started, or None. Raises a ValueError if ``nproc`` is a
-    different number."""
-    place = environment()
-    if nproc is not None and place is not None and nproc != place["world_size"]:
-        raise ValueError(
-            f"nproc = {nproc}, but the launcher started {place['world_size']} ranks; "
-            "leave nproc out or make them equal"
-        )
-    return None if place is None else place["world_size"]
-
-
-def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
+def on_one_host(job: Job, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether all ranks are on this host, wherever their store is; False if unknown."""
     said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
-    return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
+    return is_loopback(job.host) or (said and job.num_hosts == 1)
 
 
 def first_host(nodelist: str) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from meshwise import files, launcher, provenance
+from meshwise import files, provenance
+from meshwise.launcher import Job
 from meshwise.spec import DTYPE_BYTES, Cluster, Device, Tier
 
 CPU_RANKS = 4
@@ -44,10 +45,10 @@ def detect_cluster(
     """
     import torch
 
-    launcher.world_size(nproc)  # refuses another number
-    place = launcher.environment()
-    num_hosts = 1 if place is None else place["num_hosts"]
-    per_host = nproc if place is None else place["world_size"] // num_hosts
+    job = Job.here()
+    job.check(nproc)
+    num_hosts = job.num_hosts
+    per_host = job.world_size // num_hosts if job.launched else nproc
     if per_host is not None and per_host < 1:
         raise ValueError(f"nproc = {per_host}: must be >= 1")
     on_gpus = torch.cuda.is_available()

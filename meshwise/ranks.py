@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from meshwise import patience
 from meshwise.files import MOST_BYTES, parse_json
-from meshwise.launcher import Environment, is_loopback
-from meshwise.launcher import environment as environment
+from meshwise.launcher import Job, is_loopback
 from meshwise.patience import Patience
 from meshwise.text import one_line
 
@@ -267,19 +266,19 @@ def join(
     note: Callable[[str], None] | None = None,
 ) -> Ranks:
     """Join the job that torchrun, srun or ``meshwise.launch`` started this process in."""
-    place = environment()
-    if place is None:
+    job = Job.here()
+    if not job.launched:
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
-    device = device_of(place)
-    here = place["world_size"] // place["num_hosts"]
+    device = device_of(job)
+    here = job.world_size // job.num_hosts
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
     # a verb may join more than once in one process, each time with new keys
     earlier = next(joins)
-    store = dist.PrefixStore(f"meshwise/{earlier}", _store(place, setup_s))
+    store = dist.PrefixStore(f"meshwise/{earlier}", _store(job, setup_s))
     ranks = Ranks(
-        rank=place["rank"],
-        local_rank=place["local_rank"],
-        world_size=place["world_size"],
+        rank=job.rank,
+        local_rank=job.local_rank,
+        world_size=job.world_size,
         device=device,
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -311,13 +310,13 @@ def alone(device: str | torch.device = "cpu") -> Ranks:
     return Ranks(rank=0, local_rank=0, world_size=1, device=device, backend=backend)
 
 
-def _store(place: Environment, setup_s: float) -> dist.TCPStore:
+def _store(job: Job, setup_s: float) -> dist.TCPStore:
     # torchrun and meshwise.launch hold the store in the agent, so that it outlives rank 0
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master = place["rank"] == 0 and not held
-    if master and is_loopback(place["host"]):
-        return _held_store(place["host"], place["port"])
-    return open_store(place["host"], place["port"], master, setup_s, "rank 0 or its launcher")
+    master = job.rank == 0 and not held
+    if master and is_loopback(job.host):
+        return _held_store(job.host, job.port)
+    return open_store(job.host, job.port, master, setup_s, "rank 0 or its launcher")
 
 
 def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
@@ -393,14 +392,14 @@ def plain(told: str | bytes) -> str:
     return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 
-def device_of(place: Environment) -> torch.device:
+def device_of(job: Job) -> torch.device:
     """Return the GPU of this rank, or the CPU if no GPU is visible."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")
     # srun --gpus-per-task=1 shows each task its own GPU, as number 0
     own = count == 1 and "SLURM_PROCID" in os.environ
-    index = 0 if own else place["local_rank"]
+    index = 0 if own else job.local_rank
     if index >= count:
         raise ValueError(
             f"local rank {index} has no GPU: {count} visible; start at most {count} ranks a host, "

@@ -18,8 +18,8 @@ import meshwise
 from meshwise import signals
 from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
+from meshwise.launcher import Job
 from meshwise.text import masked, one_line, plain
-from meshwise.verbs import job
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         begin = "error: " if code in (BAD_INPUT, SOME_FAILED) else ""
         print(f"{begin}{one_line(said)}", file=sys.stderr)
     asked_json = "--json" in (sys.argv if arguments is None else arguments)
-    if said and asked_json and job.leads():
+    if said and asked_json and Job.here().leads:
         print(json.dumps({"error": one_line(said), "exit_code": code}))
     gc.freeze()
     sys.exit(code)
@@ -159,7 +159,7 @@ class _Plain(logging.Formatter):
 def _log_to_stderr() -> None:
     """Log to standard error which files verbs read and wrote, on rank 0 only."""
     log = logging.getLogger("meshwise")
-    handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
+    handler = logging.StreamHandler() if Job.here().leads else logging.NullHandler()
     handler.setFormatter(_Plain())
     log.handlers = [handler]
     log.setLevel(logging.INFO)

@@ -11,11 +11,12 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import PLAIN, Json, Runs, Size, flags
-from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit
+from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit, on_rank_0
+from meshwise.launcher import Job
 from meshwise.options import helps
 from meshwise.options import measure as kinds
 from meshwise.options.measure import KINDS, MeasureOptions
-from meshwise.verbs import job
+from meshwise.verbs import world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,29 +144,32 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
 
 def _measure(asked: MeasureOptions, called: Called) -> int:
     """Measure, write the files asked for and print."""
-    job.meet_at(called.master_addr, called.master_port)
-    asked, reports = _completed(asked, called), called.reports
+    world.meet_at(called.master_addr, called.master_port)
+    asked = _completed(asked, called)
     from meshwise.verbs import files
 
-    if job.leads() and not asked.dry_run:
-        files.check_writable(reports.values())
+    if Job.here().leads and not asked.dry_run:
+        files.check_writable(called.reports.values())
     past = [sample for path in called.baseline for sample in files.load(path)[1]]
     found = meshwise.measure(asked)
     if isinstance(found, list):
         return _list(asked, found, called.json)
-    if not job.leads():
-        return DONE
+    return _results(found, asked, called, past)
+
+
+@on_rank_0
+def _results(run_dir: Path, asked: MeasureOptions, called: Called, past: "list[Sample]") -> int:
     if isinstance(asked, kinds.HealthOptions):
-        return _judge(found, past, called.json)
+        return _judge(run_dir, past, called.json)
     from meshwise import store
     from meshwise.verbs import reports as primus
 
-    rows = []
+    rows, reports = [], called.reports
     if reports or isinstance(asked, kinds.FsdpOptions):
-        info, _, _ = store.load(found)
+        info, _, _ = store.load(run_dir)
         rows = primus.derived(asked, info.cluster, info.world_size)
-        primus.write(asked.what, found, rows, reports)
-    return _summarize(asked.what, found, called.json, called.exact_flops, rows)
+        primus.write(asked.what, run_dir, rows, reports)
+    return _summarize(asked.what, run_dir, called.json, called.exact_flops, rows)
 
 
 def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:

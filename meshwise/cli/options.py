@@ -47,10 +47,10 @@ class Size:
     @property
     def ranks(self) -> int | None:
         """The number of ranks; ValueError if the flags do not agree."""
-        from meshwise.verbs import job
+        from meshwise.verbs import world
 
         names = Size.__dataclass_fields__
-        return job.num_ranks(**{name: getattr(self, name) for name in names})
+        return world.num_ranks(**{name: getattr(self, name) for name in names})
 
 
 ANY = Size()

@@ -8,9 +8,8 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, Json, Size, flags
-from meshwise.cli.output import DONE, code_of, emit, say
+from meshwise.cli.output import DONE, code_of, emit, on_rank_0, say
 from meshwise.options.refit import Inference, ModelSizes, Order, RefitOptions, Training
-from meshwise.verbs import job
 
 if TYPE_CHECKING:
     from meshwise.spec.refit import Forecast
@@ -94,7 +93,7 @@ def refit(
     )
     if isinstance(found, list):
         return _forecasts(found, step_s, json)
-    return _results(found, step_s, json) if job.leads() else DONE
+    return _results(found, step_s, json)
 
 
 def _dtype(typed: Typed) -> str | None:
@@ -148,6 +147,7 @@ def _forecasts(found: "list[Forecast]", step_s: float | None, json: bool) -> int
     return DONE
 
 
+@on_rank_0
 def _results(run_dir: Path, step_s: float | None, json: bool) -> int:
     """Print the log's lines, then tables; with --json only the document."""
     from meshwise import store

@@ -8,10 +8,10 @@ from cyclopts import Parameter
 
 from meshwise.cli.flags import as_typed
 from meshwise.cli.options import ANY, Json, Size, flags
-from meshwise.cli.output import DONE, code_of, emit
+from meshwise.cli.output import DONE, code_of, emit, on_rank_0
 from meshwise.options import rules
 from meshwise.options.ring import RingOptions
-from meshwise.verbs import job
+from meshwise.verbs import world
 
 CHECK_FAILED = 1
 USUAL = RingOptions()
@@ -58,7 +58,7 @@ def ring(
     asked = replace(
         asked,
         mode=modes[0] if modes else "",  # type: ignore[arg-type]
-        nproc=job.num_ranks(nproc=size.ranks, gpus=ranks),
+        nproc=world.num_ranks(nproc=size.ranks, gpus=ranks),
         use_flash_attention=not no_flash_attention,
     )
     called = {rule.name or name for name, rule in rules(RingOptions).items()}
@@ -70,7 +70,7 @@ def ring(
         if verify:
             return _verify(what, json)
         found = verb.measure_ring(what)
-    return _results(found, json) if job.leads() else DONE
+    return _results(found, json)
 
 
 def _forecast(what: Any, json: bool) -> int:
@@ -90,12 +90,11 @@ def _verify(what: Any, json: bool) -> int:
     from meshwise.verbs.ring import verify_ring
 
     found, notes = verify_ring(what)
-    if not job.leads():
-        return DONE
     emit({"checks": found, "notes": notes}, page.checks(found, notes), json)
     return CHECK_FAILED if any(one["passed"] is False for one in found) else DONE
 
 
+@on_rank_0
 def _results(found: Any, json: bool) -> int:
     from meshwise.pages import scaling
     from meshwise.pages.table import Table

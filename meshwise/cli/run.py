@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import meshwise
 from meshwise.cli import output
 from meshwise.cli.options import ANY, Json, Size, flags
-from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.cli.output import DONE, SOME_FAILED, emit, on_rank_0
+from meshwise.launcher import Job
 from meshwise.options import Started
 from meshwise.options.run import RunOptions, Suite
-from meshwise.verbs import job
 
 if TYPE_CHECKING:
     from meshwise.verbs.suite import Listed
@@ -54,14 +54,19 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
     """Print the runs' results, or the plans of a dry run."""
-    from meshwise.pages import steps, tables
+    from meshwise.pages import tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
         emit(done, tables.dry_run(done), json)
         return DONE
-    if not job.leads():
-        return DONE
+    return _results(run_dirs, nccl_trace, json)
+
+
+@on_rank_0
+def _results(run_dirs: list[Path], nccl_trace: bool, json: bool) -> int:
+    from meshwise.pages import steps
+
     found = steps.results(run_dirs)
     good = all(result.status == "ok" for result in found)
     if not nccl_trace:
@@ -83,7 +88,7 @@ def _benchmark(asked: Suite, size: Size, json: bool) -> int:
     from meshwise.verbs import suite
 
     def say(line: str) -> None:
-        if job.leads() and not json:
+        if Job.here().leads and not json:
             output.say(line)
 
     _refuse_beside_suites(asked, size)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwise.launch.failed import RanksFailed
+from meshwise.launcher import Job, on_one_host
 from meshwise.patience import USUAL, Patience
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ def run(
     rank, with its number for ``{rank}``; it must be empty if a launcher started the ranks."""
     import msgspec
 
-    from meshwise import launcher, provenance
+    from meshwise import provenance
     from meshwise.launch.order import WorkOrder
 
-    if launcher.world_size(nproc) is None and nproc < 1:
+    Job.here().check(nproc)
+    if nproc < 1:
         raise ValueError(f"nproc = {nproc}: must be >= 1")
     order = WorkOrder(
         target=target,
@@ -54,10 +56,8 @@ def run(
 
 def start(order: "WorkOrder", nproc: int) -> None:
     """Carry out the order to its end: start all ranks here, or run as one of a launcher's ranks."""
-    from meshwise import launcher
-
-    place = launcher.environment()
-    if place is None:
+    job = Job.here()
+    if not job.launched:
         from meshwise.launch import local
 
         local.start(order, nproc)
@@ -72,6 +72,6 @@ def start(order: "WorkOrder", nproc: int) -> None:
         raise ValueError("a launcher started the ranks: set their environment there")
     with scratch.folder() as folder:
         os.environ.update(cache.variables(folder))
-        if launcher.on_one_host(place):
+        if on_one_host(job):
             os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
         serve(find(order.target), bytes(order.request), order.patience)

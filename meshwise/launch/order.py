@@ -13,6 +13,7 @@ import msgspec
 from meshwise.launch import failures
 from meshwise.launch.failed import RanksFailed
 from meshwise.launch.failures import Fate
+from meshwise.launcher import Job
 from meshwise.patience import USUAL, Patience
 from meshwise.spec import Record
 
@@ -49,10 +50,9 @@ def serve(
 
     After an error the process should just end: leaving would wait for ranks that never arrive.
     """
-    from meshwise import launcher, ranks
+    from meshwise import ranks
 
-    place = launcher.environment()
-    assert place is not None
+    rank = Job.here().rank
     joined = None
     try:
         joined = ranks.join(patience.timeout_s, setup_s=patience.setup_s, note=note)
@@ -64,8 +64,8 @@ def serve(
         told = error if joined is None else joined.explain(error)
         first, *_ = str(told).splitlines() or [""]  # torch adds stacks of its C++ code
         what = f": {type(told).__name__}: {first},"
-        message = failures.sentence(place["rank"], what, joined.case if joined else "")
-        raise RanksFailed(message, place["rank"], traceback.format_exc()) from error
+        message = failures.sentence(rank, what, joined.case if joined else "")
+        raise RanksFailed(message, rank, traceback.format_exc()) from error
 
 
 def run(path: Path, package: str = "meshwise") -> None:

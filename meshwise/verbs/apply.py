@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from meshwise.launcher import Job
 from meshwise.models import strategies as known_strategies
 from meshwise.models.strategies import WHOLE, Known
 from meshwise.pages import table
@@ -187,12 +188,12 @@ def apply(
 
     import torch.distributed as dist
 
-    from meshwise import launcher, ranks
+    from meshwise import ranks
     from meshwise.launch import cache
     from meshwise.parallel import foreign, mesh
 
     if not dist.is_initialized():
-        if launcher.environment() is None:
+        if not Job.here().launched:
             raise ValueError(
                 "this process has joined no job; start it by torchrun, or call "
                 "torch.distributed.init_process_group first"

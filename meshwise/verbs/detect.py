@@ -4,8 +4,9 @@ import logging
 from pathlib import Path
 
 from meshwise import store
+from meshwise.launcher import Job
 from meshwise.spec import Cluster
-from meshwise.verbs import files, job
+from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
 
@@ -24,7 +25,7 @@ def detect(
 
 
 def write(out: Path | str, cluster: Cluster) -> None:
-    if job.leads():
+    if Job.here().leads:
         files.keep(out, cluster)
         store.write(out, cluster)
         log.info("wrote %s", out)

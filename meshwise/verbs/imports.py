@@ -10,7 +10,7 @@ from meshwise import store
 from meshwise.files import parse_toml, read_bytes
 from meshwise.probe import importers
 from meshwise.spec import Cluster, Device, Tier, ending
-from meshwise.verbs import files, job
+from meshwise.verbs import files, recording
 
 log = logging.getLogger("meshwise")
 
@@ -77,7 +77,7 @@ def _refusal(refused: dict[str, str], num_stored: int) -> str:
 
 def _command(given: Path | str, several: tuple[Path | str, ...]) -> tuple[str, ...]:
     """Return the words that the user typed, without the other files."""
-    typed = job.command("import_files")
+    typed = recording.command("import_files")
     others = {str(path) for path in several} - {str(given)}
     return (*typed[:3], *(word for word in typed[3:] if word not in others))
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
+from meshwise.launcher import Job
 from meshwise.options import described
 from meshwise.options.measure import KINDS, CollectivesOptions, GemmOptions, MeasureOptions
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.units import some_seconds
-from meshwise.verbs import files, job
+from meshwise.verbs import files, world
 from meshwise.verbs.detect import look, write
+from meshwise.verbs.recording import Recording
 
 if TYPE_CHECKING:
     from meshwise.probe.cases.follow import Follow
@@ -55,22 +57,22 @@ def measure(
 
     if asked.dry_run:
         return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
-    job.check_machine(machine, size)
+    world.check_machine(machine, size)
     key = digest(tuple(case.id for case in cases))
     if asked.resume:
-        run_dir = _newest(asked.runs, asked.what, machine, size, key)
+        recording = Recording(_newest(asked.runs, asked.what, machine, size, key), Job.here())
     else:
         slug = f"{asked.what}-{machine.name}"
-        run_dir = job.created(asked.runs, "measure", slug, machine, size, cases=key)
+        recording = Recording.begin(asked.runs, "measure", slug, machine, size, cases=key)
     from meshwise.probe.sweep import SweepRequest
 
     request = SweepRequest(
-        cases=tuple(cases), run_dir=str(run_dir), budget_s=budget_s, sustain_s=sustain_s,
+        cases=tuple(cases), run_dir=str(recording.path), budget_s=budget_s, sustain_s=sustain_s,
         follow=_follow(asked) if asked.follow else "nothing",
     )  # fmt: skip
-    with job.locked(run_dir):
-        _sweep(run_dir, request, size, asked)
-    return run_dir
+    with recording.locked():
+        _sweep(recording, request, size, asked)
+    return recording.path
 
 
 measure.__doc__ = "\n\n".join(
@@ -98,7 +100,7 @@ def _no_such(name: str, what: str) -> ValueError:
 def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluster, int]:
     """Return the machine, and how many of its devices take part."""
     machine = machine_of(cluster, nproc, keep=keep)
-    return machine, job.world_size(nproc, machine, default=machine.num_devices)
+    return machine, world.size(nproc, machine, default=machine.num_devices)
 
 
 def machine_of(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
@@ -208,7 +210,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     )
 
 
-def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOptions) -> None:
+def _sweep(recording: Recording, request: "SweepRequest", size: int, asked: MeasureOptions) -> None:
     """Measure the cases that have no sample yet. Record a case that hangs. If we started the ranks,
     start them again for the other cases."""
     import msgspec
@@ -216,33 +218,34 @@ def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOpti
     from meshwise import launch
     from meshwise.probe.sweep import CURRENT
 
-    kept = f"what was measured is in {run_dir}, --resume continues"
-    if asked.resume and job.leads():
+    run_dir, job = recording.path, recording.job
+    if asked.resume and job.leads:
         before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
         if before.hung:  # a launcher's ranks were not started again
-            _record_hung(run_dir, str(before))
+            _record_hung(recording, str(before))
     started, restarts_left = time.monotonic(), len(request.cases)
     budget_s = request.budget_s
+    kept = f"what was measured is in {run_dir}, --resume continues"
     while True:
-        skip = _measured(run_dir)
+        skip = _measured(recording)
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
-        if done and job.starts():  # a launcher's ranks go on and meet, as rank 0's list counts
+        if done and not job.launched:  # a launcher's ranks go on and meet, as rank 0's list counts
             log.info("all %d cases are measured already", len(request.cases))
-            job.finish(run_dir)  # the last case hung, or the end was cut off
+            recording.finish()  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)
             return
         left = sum(case.id not in skip for case in request.cases)
         log.info("%d cases on %d ranks, into %s", left, size, run_dir)
         todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)), budget_s=budget_s)
         try:
-            with job.recorded(run_dir, kept):
-                if job.leads():
+            with recording.watched(kept):
+                if job.leads:
                     store.finish(run_dir, "running")
                 target = "meshwise.probe.sweep:measure_ranks"
                 launch.run(target, todo, nproc=size, patience=asked.patience)
             return
         except launch.RanksFailed as failed:
-            goes_on = failed.hung and job.starts() and _record_hung(run_dir, str(failed))
+            goes_on = failed.hung and not job.launched and _record_hung(recording, str(failed))
             if not (goes_on and restarts_left):
                 raise
             restarts_left -= 1
@@ -251,11 +254,11 @@ def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOpti
             log.warning("%s; the ranks are started again for the other cases", failed)
 
 
-def _record_hung(run_dir: Path, reason: str) -> bool:
+def _record_hung(recording: Recording, reason: str) -> bool:
     """Record the case under way as hung. Return False if there is none, or if too many hung."""
     from meshwise.probe.sweep import CURRENT
 
-    current = run_dir / CURRENT
+    current = recording.path / CURRENT
     if not current.exists():
         return False
     try:
@@ -265,13 +268,13 @@ def _record_hung(run_dir: Path, reason: str) -> bool:
         return False
     finally:
         current.unlink()
-    if case.id not in _measured(run_dir):
-        job.append_failed(run_dir, case, "hung", reason)
-    last = [sample.status for sample in store.load(run_dir)[1][-MOST_HUNG:]]
+    if case.id not in _measured(recording):
+        recording.append_failed(case, "hung", reason)
+    last = [sample.status for sample in store.load(recording.path)[1][-MOST_HUNG:]]
     return last != ["hung"] * MOST_HUNG
 
 
-def _measured(run_dir: Path) -> frozenset[str]:
+def _measured(recording: Recording) -> frozenset[str]:
     """Return the ids of cases that need not be measured again."""
-    samples = job.samples(run_dir).items()
+    samples = recording.samples().items()
     return frozenset(case_id for case_id, sample in samples if sample.status != "error")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from meshwise.files import append_line
+from meshwise.launcher import Job
 from meshwise.models import catalogue
 from meshwise.models.decoder import published_parameters
 from meshwise.options import keywords
@@ -29,7 +30,8 @@ from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Forecast, Mode, Order, Scenario
 from meshwise.text import plain
 from meshwise.units import parse_bytes
-from meshwise.verbs import files, forecast, job, measure, memory
+from meshwise.verbs import files, forecast, measure, memory, world
+from meshwise.verbs.recording import Recording
 
 log = logging.getLogger("meshwise")
 
@@ -54,7 +56,7 @@ def refit(asked: RefitOptions) -> Path | list[Forecast]:
     _check_sizes(tasks, asked)
     if asked.dry_run:
         found = _forecasts(tasks, asked)
-        if asked.figure is not None and job.leads():
+        if asked.figure is not None and Job.here().leads:
             svg.write(asked.figure, page.figure(found[0]))
         return found
     machine = measure.machine_of(asked.cluster, asked.nproc, keep=True)
@@ -191,9 +193,10 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> lis
     enough ranks, so that impossible cases are refused before the run begins."""
     found, nproc, method = [], asked.nproc, asked.method
     given = forecast.links(machine, asked.rate)
-    limit = machine.num_devices if nproc is None else job.world_size(nproc, machine, default=nproc)
-    if not job.starts():
-        limit = nproc = job.world_size(None, machine, default=1)
+    limit = machine.num_devices if nproc is None else world.size(nproc, machine, default=nproc)
+    launched = Job.here().launched
+    if launched:
+        limit = nproc = world.size(None, machine, default=1)
     for one in tasks:
         too_few = one.num_ranks > limit
         size = one.num_ranks if too_few or nproc is None else nproc
@@ -209,7 +212,7 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> lis
             reason = f"{each} needs GPUs" if no_gpu else lacks
             case = Case(op=op, regime="blocking", backend=each, world_size=size)
             found.append(_Todo(case, reason, known))
-    if not job.starts() and len({todo.case.backend for todo in found}) > 1:
+    if launched and len({todo.case.backend for todo in found}) > 1:
         raise ValueError(
             f"method = {method!r}: a process keeps its back end, and these ranks are a launcher's; "
             "name one method, or let `meshwise refit` start the ranks"
@@ -220,45 +223,47 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> lis
 def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: RefitOptions) -> Path:
     """Measure case after case into one run directory, and write the log."""
     possible = [one.case.world_size for one in todo if not one.reason]
-    size = job.world_size(None, machine, default=max(possible, default=1))
-    job.check_machine(machine, size)
+    size = world.size(None, machine, default=max(possible, default=1))
+    world.check_machine(machine, size)
     names = list(dict.fromkeys(one.case.op.scenario for one in todo))  # type: ignore[union-attr]
     slug = f"{'-'.join(names) if len(names) < 3 else 'suite'}-{machine.name}"
-    run_dir, leads = job.created(asked.runs, "refit", slug, machine, size), job.leads()
+    recording = Recording.begin(asked.runs, "refit", slug, machine, size)
+    run_dir, leads = recording.path, recording.leads
     text = _log_path(asked.output_dir)
     if leads:
         _write(text, [f"run directory: {run_dir}"])
         count = f"{len(todo)} case{'s' * (len(todo) > 1)}"
         log.info("%s, into %s and %s", count, run_dir, text)
-    with job.recorded(run_dir, f"what was measured is in {run_dir}"):
+    with recording.watched(f"what was measured is in {run_dir}"):
         for one in todo:
-            _measure(one, run_dir, asked)
+            _measure(one, recording, asked)
             if leads:
                 sample = files.load(run_dir)[1][-1]
                 _write(text, page.log_lines(sample))
                 log.info("%s: %s", label(one.case), page.outcome(sample))
-    job.finish(run_dir)
+    recording.finish()
     return run_dir
 
 
-def _measure(todo: _Todo, run_dir: Path, asked: RefitOptions) -> None:
+def _measure(todo: _Todo, recording: Recording, asked: RefitOptions) -> None:
     """Measure one sample. If we started the ranks, one that dies or hangs ends only this case."""
     from meshwise import launch
 
     case = todo.case
     if todo.reason:
-        job.append_failed(run_dir, case, "skipped", todo.reason)
+        recording.append_failed(case, "skipped", todo.reason)
         return
     from meshwise.probe.refit import RefitRequest
 
-    request = RefitRequest(case=case, run_dir=str(run_dir), asked=asked, metrics=todo.metrics)
+    run_dir = str(recording.path)
+    request = RefitRequest(case=case, run_dir=run_dir, asked=asked, metrics=todo.metrics)
     target, size = "meshwise.probe.refit:measure_ranks", case.world_size
     try:
         launch.run(target, request, nproc=size, patience=asked.patience)
     except launch.RanksFailed as failed:
-        if not job.starts():
+        if recording.job.launched:
             raise
-        job.append_failed(run_dir, case, "hung" if failed.hung else "error", str(failed))
+        recording.append_failed(case, "hung" if failed.hung else "error", str(failed))
 
 
 def _log_path(output_dir: Path | str | None) -> Path:

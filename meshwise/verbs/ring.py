@@ -19,6 +19,7 @@ import msgspec
 
 from meshwise.files import parse_json, read_bytes, write_whole
 from meshwise.launch import scratch
+from meshwise.launcher import Job
 from meshwise.options import keywords
 from meshwise.options.ring import RingOptions
 from meshwise.pages import ring as page
@@ -27,7 +28,8 @@ from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Cluster, Costs, Sample
 from meshwise.spec.label import label
-from meshwise.verbs import files, job, measure
+from meshwise.verbs import files, measure, world
+from meshwise.verbs.recording import Recording
 
 if TYPE_CHECKING:
     from meshwise.probe.ring import RingRequest
@@ -68,7 +70,7 @@ class Measured(NamedTuple):
 def asked(ring: RingOptions) -> Asked:
     """Complete the options with the environment's and the machine's."""
     machine, size = measure.place(ring.cluster, ring.nproc, keep=not ring.dry_run)
-    if ring.mode == "large" and ring.nproc is None and job.starts():
+    if ring.mode == "large" and ring.nproc is None and not Job.here().launched:
         size = min(size, cases.LARGE_RANKS)
     chosen = cases.settings(ring.settings(), os.environ, ring.mode, machine.device.kind)
     prices = None if ring.costs is None else files.take(ring.costs, Costs)
@@ -78,27 +80,27 @@ def asked(ring: RingOptions) -> Asked:
 def measure_ring(what: Asked) -> Measured:
     """Measure every row. With ``profile`` each rank writes a Chrome trace of the first row to
     ``output_dir`` (default: OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
-    ring, save = what.options, not what.options.no_save
-    job.check_machine(what.machine, what.world_size)
-    if not job.starts() and what.chosen.own_world:
+    ring, save, job = what.options, not what.options.no_save, Job.here()
+    world.check_machine(what.machine, what.world_size)
+    if job.launched and what.chosen.own_world:
         raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
     folder = Path(ring.output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
     trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if ring.profile else ""
-    if ring.profile or (save and job.leads()):
+    if ring.profile or (save and job.leads):
         files.check_writable([folder], "output_dir")
     with scratch.folder() as unsaved:
-        run_dir = job.created(
+        recording = Recording.begin(
             ring.runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
             what.world_size, ring=msgspec.to_builtins(what.chosen),
         )  # fmt: skip
         try:
-            _measure_all(what, run_dir, trace)
+            _measure_all(what, recording, trace)
         finally:
-            found, written = _document(run_dir), list[Path]()
+            found, written = _document(recording), list[Path]()
             if save and found["results"]:
                 written = _write(folder, found)
     traces = sorted(folder.glob(f"{Path(trace).name}_rank*.json")) if trace else []
-    return Measured(found, run_dir if save else None, (*written, *traces))
+    return Measured(found, recording.path if save else None, (*written, *traces))
 
 
 def forecast(what: Asked) -> list[dict[str, Any]]:
@@ -131,7 +133,7 @@ def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
     from meshwise.probe.ring_verify import VerifyRequest
 
     sizes, unfit = _formed(what)
-    job.check_machine(what.machine, what.world_size)
+    world.check_machine(what.machine, what.world_size)
     small, factor = cases.scaled(what.chosen, MOST_TOKENS)
     (seq_len,) = small.seq_lengths
     op = small.op(seq_len)
@@ -151,8 +153,8 @@ def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
             "meshwise.probe.ring_verify:verify_ranks", request,
             nproc=what.world_size, patience=what.options.patience,
         )  # fmt: skip
-        found = parse_json(read_bytes(request.file), "the checks") if job.leads() else []
-    return found, notes
+        leads = Job.here().leads
+        return parse_json(read_bytes(request.file), "the checks") if leads else [], notes
 
 
 def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
@@ -171,77 +173,83 @@ def _op(row: cases.RingSweep) -> Any:
     return row.case.op
 
 
-def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
+def _measure_all(what: Asked, recording: Recording, trace: str) -> None:
     """Record the rows that cannot be measured, then start one job for each world size."""
     rows, prices = what.rows, what.prices
     for row in rows:
         if row.reason:
-            _fail(run_dir, row, "skipped", row.reason)
+            _fail(recording, row, "skipped", row.reason)
     todo = sorted((row for row in rows if not row.reason), key=lambda row: row.world_size)
-    with job.recorded(run_dir, f"what was measured is in {run_dir}"):
+    with recording.watched(f"what was measured is in {recording.path}"):
         for world_size, group in groupby(todo, key=lambda row: row.world_size):
-            log.info("rings in a world of %d, into %s", world_size, run_dir)
-            for request in _requests(list(group), what, prices, run_dir, trace):
-                _launch(request, world_size, what.options.patience)
-    job.finish(run_dir)
+            log.info("rings in a world of %d, into %s", world_size, recording.path)
+            for request in _requests(list(group), what, prices, recording, trace):
+                _launch(request, world_size, recording, what.options.patience)
+    recording.finish()
 
 
 def _requests(
-    rows: Sequence[cases.RingSweep], what: Asked, prices: Prices | None, run_dir: Path, trace: str
+    rows: Sequence[cases.RingSweep],
+    what: Asked,
+    prices: Prices | None,
+    recording: Recording,
+    trace: str,
 ) -> Iterator["RingRequest"]:
     """Yield requests until no row is left. If we start the ranks and a job dies, the next request
     has the rows after the one it died in."""
     from meshwise.probe.ring import RingRequest
 
+    job = recording.job
     known = {
-        row.case.id: cases.known(_op(row), row.case.world_size, prices) if job.leads() else ({}, "")
+        row.case.id: cases.known(_op(row), row.case.world_size, prices) if job.leads else ({}, "")
         for row in rows
     }
     while True:
-        done = job.samples(run_dir)
+        done = recording.samples()
         left = [row for row in rows if row.case.id not in done]
         if not left:
             return
         yield RingRequest(
             cases=tuple(row.case for row in left),
             known=tuple(known[row.case.id] for row in left),
-            run_dir=str(run_dir),
+            run_dir=str(recording.path),
             warmup=what.chosen.warmup_runs,
             iterations=what.chosen.benchmark_runs,
             costs=what.costs,
             trace="" if any(sample.status == "ok" for sample in done.values()) else trace,
         )
-        if not job.starts():
+        if job.launched:
             return
 
 
-def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None:
+def _launch(
+    request: "RingRequest", world_size: int, recording: Recording, patience: Patience
+) -> None:
     """Run one job. If it dies, record the row it died in as an error, unless it is recorded."""
     from meshwise import launch
     from meshwise.probe.loop import CURRENT
 
-    run_dir = Path(request.run_dir)
-    before = job.samples(run_dir)
+    before = recording.samples()
     try:
         launch.run(
             "meshwise.probe.ring:measure_ranks", request, nproc=world_size, patience=patience
         )
     except launch.RanksFailed as failed:
-        after = job.samples(run_dir)
-        (run_dir / CURRENT).unlink(missing_ok=True)
+        after = recording.samples()
+        (recording.path / CURRENT).unlink(missing_ok=True)
         new = [sample for case_id, sample in after.items() if case_id not in before]
         left = [case for case in request.cases if case.id not in after]
         if left and not (new and _ended_job(new[-1], failed)):
             row = cases.RingSweep(left.pop(0), world_size, "")
-            _fail(run_dir, row, "hung" if failed.hung else "error", str(failed))
-        if not job.starts():
+            _fail(recording, row, "hung" if failed.hung else "error", str(failed))
+        if recording.job.launched:
             raise
         then = "the ranks are started again for other cases" if left else "no case is left"
         log.warning("%s; %s", failed, then)
 
 
-def _fail(run_dir: Path, row: cases.RingSweep, status: Any, reason: str) -> None:
-    job.append_failed(run_dir, row.case, status, reason, world_size=float(row.world_size))
+def _fail(recording: Recording, row: cases.RingSweep, status: Any, reason: str) -> None:
+    recording.append_failed(row.case, status, reason, world_size=float(row.world_size))
 
 
 def _ended_job(last: Sample, failed: Exception) -> bool:
@@ -250,11 +258,11 @@ def _ended_job(last: Sample, failed: Exception) -> bool:
     return last.status in ("oom", "error") and named is not None
 
 
-def _document(run_dir: Path) -> dict[str, Any]:
-    if not job.leads():
+def _document(recording: Recording) -> dict[str, Any]:
+    if not recording.leads:
         return {"results": []}
-    info, samples = files.load(run_dir)
-    found = page.document(str(run_dir), info, samples)
+    info, samples = files.load(recording.path)
+    found = page.document(str(recording.path), info, samples)
     found["results"].sort(key=lambda row: (row["seq_length"], row["ring_size"]))
     return found
 

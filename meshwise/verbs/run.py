@@ -27,7 +27,8 @@ from meshwise.spec import (
     ending,
     stages_of,
 )
-from meshwise.verbs import files, given, job, memory, trace
+from meshwise.verbs import files, given, memory, trace, world
+from meshwise.verbs.recording import Recording
 
 DEFAULT_PLAN = "plan.json"
 log = logging.getLogger("meshwise")
@@ -49,7 +50,7 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
         asked = _prompted(asked) if asked.mode == "decode" else asked
         chosen = given.plan(asked)
     plans = [chosen, *_rivals(chosen, asked.rivals)]
-    job.world_size(chosen.layout.num_devices, chosen.cluster, default=1)
+    world.size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:
         given.check(one)
         _check(one, asked)
@@ -62,7 +63,7 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
         return plans
     for one in plans:
         memory.check(one, asked)
-    job.check_machine(chosen.cluster, chosen.layout.num_devices)
+    world.check_machine(chosen.cluster, chosen.layout.num_devices)
     run_dirs: list[Path] = []
     for one in plans:
         run_dirs.append(_run(one, asked, run_dirs))
@@ -185,10 +186,11 @@ def _check(plan: Plan, asked: Course) -> None:
 
 
 def _run(plan: Plan, asked: RunOptions, finished: list[Path]) -> Path:
-    run_dir = new_run(plan, asked)
+    recording = new_run(plan, asked)
+    run_dir = recording.path
     environment = trace.environment(run_dir) if asked.nccl_trace else {}
     try:
-        carry_out(plan, asked, run_dir, environment=environment, finished=finished)
+        carry_out(plan, asked, recording, environment=environment, finished=finished)
     finally:
         trace.keep_calls(run_dir)
     if asked.nccl_trace:
@@ -196,17 +198,17 @@ def _run(plan: Plan, asked: RunOptions, finished: list[Path]) -> Path:
     return run_dir
 
 
-def new_run(plan: Plan, asked: RunOptions, suite: str = "") -> Path:
+def new_run(plan: Plan, asked: RunOptions, suite: str = "") -> Recording:
     """Make the run directory of a plan, or of a case of a ``suite``."""
     slug = "-".join(filter(None, (suite, plan.model.name, plan.layout.name)))
     size, facts = plan.layout.num_devices, {"suite": suite} if suite else {}
-    return job.created(asked.runs, "run", slug, plan.cluster, size, plan, **facts)
+    return Recording.begin(asked.runs, "run", slug, plan.cluster, size, plan, **facts)
 
 
 def carry_out(
     plan: Plan,
     asked: RunOptions,
-    run_dir: Path,
+    recording: Recording,
     *,
     environment: Mapping[str, str] | None = None,
     finished: Sequence[Path] = (),
@@ -218,11 +220,11 @@ def carry_out(
     from meshwise import launch
     from meshwise.engine.frame import RunRequest
 
-    size = plan.layout.num_devices
+    size, run_dir = plan.layout.num_devices, recording.path
     log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
     kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
     try:
-        with job.recorded(run_dir, kept):
+        with recording.watched(kept):
             launch.run(
                 "meshwise.engine.frame:run_ranks",
                 RunRequest(plan=plan, run_dir=str(run_dir), asked=asked),
@@ -231,10 +233,10 @@ def carry_out(
                 environment=environment,
             )
     except BaseException:
-        if job.leads() and asked.mode == "train":
+        if recording.leads and asked.mode == "train":
             _keep_steps(plan, run_dir)
         raise
-    if job.leads():
+    if recording.leads:
         _draw_timelines(plan, run_dir)
         if store.read(run_dir / "run.json", RunInfo).status == "running":
             samples = store.load(run_dir)[1]

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwise import store, suites
+from meshwise.launcher import Job
 from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
-from meshwise.verbs import job, measure
+from meshwise.verbs import measure, world
 from meshwise.verbs.run import carry_out, new_run
 from meshwise.verbs.suite_cases import Prepared, prepared, too_large
 from meshwise.verbs.suite_results import INFERENCE_TSV, CaseResult, add_inference, phases, result
@@ -39,7 +40,7 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
     cluster, size = _place(asked)
     _check(name, asked)
     cases = _prepared(name, cluster, size, asked)
-    job.check_machine(cluster, size)
+    world.check_machine(cluster, size)
     path = Path(f"{asked.exp_name}.tsv")
     results = []
     for case, one in cases:
@@ -49,7 +50,7 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
         else:
             found = _run_case(name, one, asked, say)
         say(tsv.line(found.row))
-        if job.leads():
+        if Job.here().leads:
             tsv.append(path, found.row)
         results.append(found)
     return results
@@ -108,10 +109,10 @@ def swept(
 
 def _place(asked: Suite) -> tuple[Cluster, int]:
     """Return the machine, and how many of its devices take part."""
-    hosts = asked.num_hosts
-    if asked.local and (hosts > 1 or not job.starts()):
+    hosts, launched = asked.num_hosts, Job.here().launched
+    if asked.local and (hosts > 1 or launched):
         raise ValueError("local: starts the ranks on this host alone; leave it out")
-    if hosts > 1 and job.starts():
+    if hosts > 1 and not launched:
         raise ValueError(
             f"num_hosts = {hosts}: start this command on every host with torchrun or srun"
         )
@@ -143,7 +144,7 @@ def _check(name: str, asked: Suite) -> None:
         raise ValueError(
             f"profile_stage_execution_time: {name} trains; it is for the suites of inference"
         )
-    if not job.leads():
+    if not Job.here().leads:
         return
     tsv.check(Path(f"{asked.exp_name}.tsv"), tsv.COLUMNS)
     if suites.is_inference(name):
@@ -161,16 +162,17 @@ def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
     timed = _timed(name, asked)
     if doubt := too_large(one, timed):
         return result(name, one.case, size, one, status="skipped", reason=doubt)
-    run_dir = new_run(plan, timed, suite=name)
+    recording = new_run(plan, timed, suite=name)
+    run_dir = recording.path
     status, reason, samples = "skipped", "rank 0 has it", []
     try:
-        carry_out(plan, timed, run_dir)
+        carry_out(plan, timed, recording)
     except RanksFailed as error:
-        if not job.starts():
+        if recording.job.launched:
             raise  # a launcher ends all ranks
         status, reason = "hung" if error.hung else "error", str(error)
     else:
-        samples = store.load(run_dir)[1] if job.leads() else []
+        samples = store.load(run_dir)[1] if recording.leads else []
     if samples:
         status, reason = samples[0].status, samples[0].reason
     if status != "ok":

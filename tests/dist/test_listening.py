@@ -43,8 +43,7 @@ def test_a_store_that_rank_0_holds_for_its_host_is_on_the_loopback_interface() -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = launcher.environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
-    assert place is not None
+    place = launcher.Job.here({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
     kept = ranks._store(place, 5.0)
     seen = {each for each in listening.sockets({os.getpid()}) if each.port == kept.port == port}
     assert seen and all(each.is_private for each in seen)

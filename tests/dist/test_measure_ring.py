@@ -13,13 +13,13 @@ import torch
 from meshwise import launch, store
 from meshwise.attention.reference import multiplicity, reference
 from meshwise.cli import app
+from meshwise.launcher import Job
 from meshwise.probe import ring as probe
 from meshwise.probe import ring_verify
 from meshwise.probe.cases import ring as cases
 from meshwise.ranks import Ranks
 from meshwise.spec import Cluster, Device, Dilation, LongAttention, Sample, Tier
 from meshwise.spec.label import label
-from meshwise.verbs import job
 
 pytestmark = pytest.mark.dist
 SMALL = (
@@ -209,7 +209,7 @@ def test_under_a_launcher_a_job_that_hangs_leaves_the_row_it_hung_in(monkeypatch
         raise launch.RanksFailed("rank 1 had not arrived at a gather", 1)
 
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(job.launcher, "environment", lambda: {"rank": 0, "world_size": 2})
+    monkeypatch.setattr(Job, "here", lambda: Job(world_size=2, launched=True))
     assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
     (only,) = json.loads(Path("out/latest.json").read_text())["results"]
     assert (only["seq_length"], only["status"]) == (64, "error")
@@ -224,7 +224,7 @@ def test_under_a_launcher_a_case_that_hangs_after_a_refused_one_has_its_row(monk
         raise launch.RanksFailed(f"rank 1 had not arrived, during case {label(second)}", 1)
 
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(job.launcher, "environment", lambda: {"rank": 0, "world_size": 2})
+    monkeypatch.setattr(Job, "here", lambda: Job(world_size=2, launched=True))
     assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
     results = json.loads(Path("out/latest.json").read_text())["results"]
     assert [row["reason"][:6] for row in results] == ["rank 0", "rank 1"]

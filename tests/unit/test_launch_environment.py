@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 from meshwise import launch, launcher, ranks
 from meshwise.launch import local, order
+from meshwise.launcher import Job
 from meshwise.spec import Workload
 
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -27,7 +28,7 @@ STEP = {
 
 
 def test_torchrun_says_rank_host_and_port() -> None:
-    found = launcher.environment(
+    found = Job.here(
         {
             "RANK": "9",
             "LOCAL_RANK": "1",
@@ -37,31 +38,29 @@ def test_torchrun_says_rank_host_and_port() -> None:
             "MASTER_PORT": "1234",
         }
     )
-    assert found == {
-        "rank": 9,
-        "local_rank": 1,
-        "world_size": 16,
-        "num_hosts": 2,
-        "host": "10.0.0.1",
-        "port": 1234,
-    }
+    assert found == Job(
+        rank=9,
+        local_rank=1,
+        world_size=16,
+        num_hosts=2,
+        host="10.0.0.1",
+        port=1234,
+        launched=True,
+    )
 
 
 def test_srun_says_rank_and_the_first_host_keeps_the_store() -> None:
-    found = launcher.environment(STEP)
-    assert found is not None
-    assert (found["rank"], found["local_rank"], found["world_size"]) == (5, 1, 16)
-    assert (found["num_hosts"], found["host"]) == (4, "gpu007")
-    assert 20000 <= found["port"] < 40000
-    named = launcher.environment(STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "99"})
-    assert named is not None
-    assert (named["host"], named["port"]) == ("head", 99)
+    found = Job.here(STEP)
+    assert (found.rank, found.local_rank, found.world_size) == (5, 1, 16)
+    assert (found.num_hosts, found.host) == (4, "gpu007")
+    assert 20000 <= found.port < 40000
+    named = Job.here(STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "99"})
+    assert (named.host, named.port) == ("head", 99)
 
 
 def test_two_steps_of_one_job_keep_their_stores_apart() -> None:
-    one, other = launcher.environment(STEP), launcher.environment(STEP | {"SLURM_STEP_ID": "4"})
-    assert one is not None and other is not None
-    assert one["port"] != other["port"]
+    one, other = Job.here(STEP), Job.here(STEP | {"SLURM_STEP_ID": "4"})
+    assert one.port != other.port
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_two_steps_of_one_job_keep_their_stores_apart() -> None:
     ],
 )
 def test_what_starts_one_process_is_no_launcher(variables: dict[str, str]) -> None:
-    assert launcher.environment(variables) is None
+    assert Job.here(variables) == Job() and not Job().launched
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,8 @@ def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
 
 
 def test_the_store_of_a_step_on_one_host_is_for_that_host() -> None:
-    alone = launcher.environment(STEP | {"SLURM_STEP_NUM_NODES": "1"})
-    assert alone is not None and alone["host"] == "127.0.0.1"
+    alone = Job.here(STEP | {"SLURM_STEP_NUM_NODES": "1"})
+    assert alone.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,8 @@ def test_ranks_of_one_host_use_the_loopback_interface_wherever_their_store_is(
 def test_srun_says_how_many_hosts() -> None:
     for nodes, alone in ("1", True), ("4", False):
         step = STEP | {"SLURM_STEP_NUM_NODES": nodes, "MASTER_ADDR": "gpu007"}
-        place = launcher.environment(step)
-        assert place is not None and launcher.on_one_host(place, step) is alone
+        place = Job.here(step)
+        assert launcher.on_one_host(place, step) is alone
 
 
 def test_an_interface_of_the_user_s_is_told(

@@ -136,7 +136,7 @@ def test_refits_and_suites_pass_over_what_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 1000)
     there = stored(tmp_path, cluster("cpu", per_host=4))
     monkeypatch.setattr("meshwise.launch.run", lambda *_, **__: pytest.fail("started"))
-    monkeypatch.setattr("meshwise.verbs.job.check_machine", lambda *_: None)
+    monkeypatch.setattr("meshwise.verbs.world.check_machine", lambda *_: None)
     from meshwise import store
 
     run_dir = refit.refit(

@@ -13,7 +13,7 @@ from meshwise import provenance, store, text
 from meshwise.cli import app
 from meshwise.pages import svg
 from meshwise.spec import RunInfo
-from meshwise.verbs import job
+from meshwise.verbs import recording
 from tests import sample_records as known
 
 HOSTILE = "gpt\x1b[2J\x07\r\nerror: forged\x9b31m\u202egnp.\u2066\u200b\ufeff\x7f"
@@ -94,7 +94,7 @@ def test_the_stored_command_has_no_credentials(monkeypatch):
         "\x1b",
     ]
     monkeypatch.setattr(sys, "argv", ["/bin/meshwise", *words])
-    assert job.command("detect") == (
+    assert recording.command("detect") == (
         "meshwise", "detect", "--store", "***@host", "--auth-token", "***", "--new-tokens", "32",
         "\\u001b",
     )  # fmt: skip

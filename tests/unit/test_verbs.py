@@ -15,10 +15,12 @@ import pytest
 import meshwise
 from meshwise import spec, store
 from meshwise.files import read_bytes
+from meshwise.launcher import Job
 from meshwise.patience import Patience
 from meshwise.spec import Cluster, RunInfo, Sample
-from meshwise.verbs import files, job
+from meshwise.verbs import files, world
 from meshwise.verbs import measure as measuring
+from meshwise.verbs.recording import Recording
 from tests import sample_records as known
 
 pytest.importorskip("torch")
@@ -106,10 +108,10 @@ class TestNumRanks:
         ],
     )
     def test_three_spellings_of_one_number(self, given):
-        assert job.num_ranks(**given) == 4
+        assert world.num_ranks(**given) == 4
 
     def test_none(self):
-        assert job.num_ranks() is None
+        assert world.num_ranks() is None
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -122,21 +124,21 @@ class TestNumRanks:
     )
     def test_disagreement(self, given, message):
         with pytest.raises(ValueError, match=message):
-            job.num_ranks(**given)
+            world.num_ranks(**given)
 
     def test_more_ranks_than_the_cluster_or_a_host_has(self):
         with pytest.raises(ValueError, match="nproc = 3: cluster 'two-cpus' has 2 devices"):
-            job.world_size(3, known.CPUS, default=2)
+            world.size(3, known.CPUS, default=2)
         two_hosts = msgspec.structs.replace(known.CLUSTER, num_hosts=2, num_devices_per_host=2)
         with pytest.raises(ValueError, match="with torchrun or srun"):
-            job.world_size(None, two_hosts, default=4)
+            world.size(None, two_hosts, default=4)
 
     def test_the_launcher_decides(self, monkeypatch):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert job.world_size(None, known.CPUS, default=1) == 2
+        assert world.size(None, known.CPUS, default=1) == 2
         with pytest.raises(ValueError, match="nproc = 1, but the launcher started 2 ranks"):
-            job.world_size(1, known.CPUS, default=2)
+            world.size(1, known.CPUS, default=2)
 
 
 class TestMeasure:
@@ -285,7 +287,6 @@ class TestMeasure:
     def test_sigterm_ends_a_run_unless_an_error_is_about_to(self, monkeypatch):
         """As torchrun sends it to rank 0, whose collective may have failed by then."""
         from meshwise import launch
-        from meshwise.verbs import job
 
         def working(*_, **__):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -301,7 +302,8 @@ class TestMeasure:
         before = signal.getsignal(signal.SIGTERM)
         for run, raised in ((working, SystemExit), (failing, launch.RanksFailed)):
             monkeypatch.setattr(launch, "run", run)
-            monkeypatch.setattr(job, "starts", lambda here=run is working: here)
+            place = Job(world_size=known.CPUS.num_devices, launched=run is failing)
+            monkeypatch.setattr(Job, "here", lambda place=place: place)
             with pytest.raises(raised):
                 meshwise.measure()
         infos = [store.read(path / "run.json", RunInfo) for path in store.runs_of("runs")]
@@ -607,10 +609,10 @@ def test_a_cluster_that_comes_along_is_named_instead_of_a_file(tmp_path, monkeyp
 def test_what_stands_in_place_of_a_run_s_samples_is_neither_followed_nor_waited_for(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="cannot be written"), job.locked(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written"), Recording(tmp_path, Job()).locked():
         pass
     assert not (tmp_path / "elsewhere").exists()
     path.unlink()
     os.mkfifo(path)
-    with job.locked(tmp_path), pytest.raises(ValueError, match="is a FIFO"):
+    with Recording(tmp_path, Job()).locked(), pytest.raises(ValueError, match="is a FIFO"):
         read_bytes(path)
