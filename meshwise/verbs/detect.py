@@ -1,13 +1,9 @@
 """detect: look at this machine, write cluster.toml."""
 
-import logging
 from pathlib import Path
 
-from meshwise import store
 from meshwise.spec import Cluster
 from meshwise.verbs import files, job
-
-log = logging.getLogger("meshwise")
 
 
 def detect(
@@ -25,9 +21,7 @@ def detect(
 
 def write(out: Path | str, cluster: Cluster) -> None:
     if job.leads():
-        files.keep(out, cluster)
-        store.write(out, cluster)
-        log.info("wrote %s", out)
+        files.replace(out, cluster)
 
 
 def look(

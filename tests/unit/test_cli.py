@@ -361,13 +361,21 @@ def test_help_shows_no_empty_default(capsys):
         assert "default: ()" not in out and "default: False" not in out
 
 
-def test_files_that_may_be_edited_or_used_are_kept():
+def test_no_edit_by_hand_is_lost(capsys):
     store.write("cluster.toml", known.CLUSTER)
-    edited = Path("cluster.toml").read_text()
-    assert call("detect", "--nproc", "2") == 0
-    assert Path("cluster.toml.bak").read_text() == edited
-    assert call("detect", "--nproc", "2") == 0  # the same again: nothing to keep
-    assert Path("cluster.toml.bak").read_text() == edited
+    edits = [Path("cluster.toml").read_text(), "# not yet TOML =\n[", "name = 'mine'\n"]
+    for edit in (*edits, edits[1]):  # the last one is kept already
+        Path("cluster.toml").write_text(edit)
+        assert call("detect", "--nproc", "2") == 0
+    kept = [Path(f"cluster.toml.bak{number}").read_text() for number in ("", 1, 2)]
+    assert kept == edits and not Path("cluster.toml.bak3").exists()
+    capsys.readouterr()
+    commented = "# bought in May\n" + Path("cluster.toml").read_text()
+    Path("cluster.toml").write_text(commented)
+    assert call("detect", "--nproc", "2") == 0  # the same machine: the file stays as it is
+    assert Path("cluster.toml").read_text() == commented
+    assert "cluster.toml needs no change" in capsys.readouterr().err
+    assert not Path("cluster.toml.bak3").exists()
 
 
 def test_the_docs_have_every_exit_code():
