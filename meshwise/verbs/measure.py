@@ -5,6 +5,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable
@@ -51,17 +52,16 @@ def measure(
     cases: list[Case] = listing(scope_of(machine, size, asked.dtype), loaded(asked))
     if not cases:
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
-    from meshwise.probe.cases import effort
-
-    if asked.dry_run:
-        return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
-    job.check_machine(machine, size)
     key = digest(tuple(case.id for case in cases))
-    if asked.resume:
-        run_dir = _newest(asked.runs, asked.what, machine, size, key)
-    else:
-        slug = f"{asked.what}-{machine.name}"
-        run_dir = job.created(asked.runs, "measure", slug, machine, size, cases=key)
+    old = _newest(asked.runs, asked.what, machine, size, key) if asked.resume else None
+    if asked.dry_run:
+        done = _measured(old) if old else frozenset()
+        return _within(
+            budget_s, [case for case in cases if case.id not in done], machine, sustain_s
+        )
+    job.check_machine(machine, size)
+    slug = f"{asked.what}-{machine.name}"
+    run_dir = old or job.created(asked.runs, "measure", slug, machine, size, cases=key)
     from meshwise.probe.sweep import SweepRequest
 
     request = SweepRequest(
@@ -77,6 +77,25 @@ measure.__doc__ = "\n\n".join(
     [f"{inspect.getdoc(measure)}\n\n{described(MeasureOptions)}"]
     + [f"{what}:\n{described(kind, but=MeasureOptions)}" for what, kind in KINDS.items()]
 )
+
+
+def _within(
+    budget_s: float | None, cases: list[Case], machine: Cluster, sustain_s: float
+) -> list[tuple[Case, float]]:
+    """Estimate the seconds of each case, and list those that a sweep would reach in its budget."""
+    from meshwise.probe.cases import effort
+
+    found, left_s = list[tuple[Case, float]](), math.inf if budget_s is None else budget_s
+    for case in cases:
+        about_s = effort.estimate_s(case, machine, sustain_s)
+        if about_s <= left_s or not found:
+            found.append((case, about_s))
+            left_s -= about_s
+    if len(found) < len(cases):
+        log.info(
+            "the budget is likely to leave out %d of %d cases", len(cases) - len(found), len(cases)
+        )
+    return found
 
 
 def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:

@@ -209,6 +209,22 @@ def test_a_dry_run_lists_what_would_be_measured(capsys):
     ]  # fmt: skip
 
 
+def test_a_dry_run_lists_what_the_budget_leaves(capsys):
+    files()
+    asked = ["measure", "profile", "--dry-run", "--json"]
+    assert call(*asked) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert call(*asked, "--budget", "20s") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert 1 < len(found) < len(every) and sum(one["about_s"] for one in found) <= 20
+    assert found[0] == every[0] and all(one in every for one in found)
+    assert f"the budget is likely to leave out {len(every) - len(found)} of {len(every)}" in err
+    assert call(*asked, "--quick") == 0
+    quick = json.loads(capsys.readouterr().out)
+    assert 20 < sum(one["about_s"] for one in quick) <= 65 and len(quick) < len(every)
+
+
 def test_an_imported_log_is_a_run_that_show_prints(capsys):
     log = Path(__file__).parents[1] / "data" / "nccl_tests_h200x4" / "nccl_tests_all_reduce.txt"
     table = Path(__file__).parents[1] / "data" / "primus" / "model_configs.json"

@@ -99,7 +99,9 @@ def test_on_a_narrow_terminal_a_wide_table_is_read_row_by_row(monkeypatch):
     rows = (("1", "dp8 zero2 mb8x1", "22.8 ms", "2.87 M"), ("2", "dp4 tp2", "23.0 ms", "2.85 M"))
     wide = table.Table("Layouts", ("", "layout", "step of the model", "tokens/s"), rows, left=2)
     text = on_terminal(50, [wide], monkeypatch)
-    assert text == """\
+    assert (
+        text
+        == """\
 Layouts
 1
 layout              dp8 zero2 mb8x1
@@ -112,6 +114,7 @@ step of the model   23.0 ms
 tokens/s            2.85 M
 
 """
+    )
     assert "layout            step" in on_terminal(table.NARROW, [wide], monkeypatch)
 
 

@@ -195,9 +195,11 @@ class TestMeasure:
         store.append(
             first, Sample(case_id=failed.id, case=failed, status="error", reason="a hiccup")
         )
+        done = {case.id for case in started[0][1].cases[:3]}
+        left = [case.id for case, _ in meshwise.measure(resume=True, dry_run=True)]
+        assert left == [case.id for case in started[0][1].cases if case.id not in done]
         second = meshwise.measure(resume=True)
         assert second == first
-        done = {case.id for case in started[0][1].cases[:3]}
         assert set(started[1][1].skip) == done  # and the failed case is tried again
         lines = Path(first, "samples.jsonl").read_text().splitlines()
         ids = [msgspec.json.decode(line)["case_id"] for line in lines]
