@@ -152,7 +152,7 @@ def find(model: AnyModel | str) -> Model | Decoder:
     record is itself. An unknown name is a ValueError that suggests the nearest."""
     found = find_any(model)
     if isinstance(found, WideResNet):
-        raise ValueError(f"model {found.name or model!r}: is of images; name a language model")
+        raise ValueError(f"model {found.name or model!r}: is an image model; name a language model")
     return found
 
 

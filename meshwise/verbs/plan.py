@@ -113,7 +113,7 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
     ):
         if here != there:
             raise ValueError(
-                f"cluster {described.name!r}: {field} is {there}, but the costs are of {here}; "
+                f"cluster {described.name!r}: {field} is {there}, but the costs are for {here}; "
                 "leave --cluster or --costs out"
             )
 

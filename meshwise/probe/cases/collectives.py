@@ -240,7 +240,7 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     return [msgspec.structs.replace(op, in_place=place) for place in in_place]
 
 
-def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:
+def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | int | None) -> list[Collective]:
     if sizes is None:
         sizes = "64M" if scope.on_gpus else "1M"
     if len(ranks) < 2:
