@@ -159,6 +159,8 @@ def find(model: AnyModel | str) -> Model | Decoder:
 def find_any(text: AnyModel | str) -> AnyModel:
     """Find a model of any family, as ``find`` does."""
     if not isinstance(text, str):
+        if not isinstance(text, AnyModel):
+            raise ValueError(f"model = {text!r:.80}: must be a model's name or record")
         return text
     if text in _GPT:
         return get(text)

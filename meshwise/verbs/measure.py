@@ -159,8 +159,8 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     find: Callable[[Any], Any] = catalogue.find_any if asked.what == "profile" else catalogue.find
     given: dict[str, Any] = {"model": tuple(map(find, asked.model))}
     for name, value in vars(asked).items():
-        if name in read and isinstance(value, str):
-            given[name] = read[name](value)
+        if name in read and value is not None:
+            given[name] = read[name](value) if isinstance(value, str) else _converted(name, value)
         if name == "kinds":
             given[name] = _read_kinds(value)
         if name == "backends":
@@ -168,6 +168,20 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     if {"configs", "shapes"} & given.keys() and not vars(asked)["microbatch_sizes"]:
         given["microbatch_sizes"] = tuple(range(1, 9))
     return dataclasses.replace(asked, **given)
+
+
+def _converted(name: str, value: Any) -> Any:
+    """Check what Python gives in place of a file; one rank may stand alone."""
+    from msgspec import ValidationError, convert
+
+    kinds = {
+        "configs": dict[str, tuple[Any, int]], "shapes": list[Any], "plan": Plan,
+        "splits": tuple[tuple[int, ...], ...], "ranks": tuple[int, ...],
+    }  # fmt: skip
+    try:
+        return convert((value,) if name == "ranks" and type(value) is int else value, kinds[name])
+    except ValidationError as error:
+        raise ValueError(f"{name} = {value!r:.80}: {error}") from None
 
 
 def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import meshwise
 from meshwise import store
 from meshwise.cli import app
 from meshwise.pages import refit as page
@@ -223,13 +224,19 @@ def test_renumbered_ranks_of_tp2_to_tp4_need_no_wire(dry):
     assert summary["with --place"] == "0 between ranks, 8.03 GB less"
 
 
+@pytest.mark.parametrize("name", ["train", "infer", "sizes"])
+def test_a_degree_or_size_that_does_not_exist_is_named(name):
+    with pytest.raises(ValueError, match=f"{name}: 'cpp' is not one of .*(ep|ffn), "):
+        meshwise.refit("tp2-tp1", dry_run=True, **{name: {"cpp": 2}})
+
+
 def test_a_dry_run_tells_the_share_of_a_step_and_what_it_does_not_know(dry):
     assert (
         dict(page.forecasts([dry], 2.0)[0].rows)["of a step"] == "0.538 % of 2.00 s, as predicted"
     )
     op = msgspec.structs.replace(dry.op, changed=0.02)
     rows = dict(page.forecasts([msgspec.structs.replace(dry, op=op)])[0].rows)
-    assert "of a whole refit" in rows["with --delta"] and "of a step" not in rows
+    assert "for a whole refit" in rows["with --delta"] and "of a step" not in rows
 
 
 def test_a_placed_dry_run_shows_the_permutation(capsys):
@@ -370,7 +377,7 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
         ("--scenario tp2-tp4 --delta --atomic", "atomic = True: does not go with --delta"),
         ("--scenario tp2-tp1 --ffn-hidden-size 63 --dry-run", "tp = 2: must divide the model's"),
         ("--scenario tp2-tp1 --nproc 5000 --dry-run", "nproc = 5000: must be at most 4096 ranks"),
-        ("--scenario tp2-tp1 --hidden-size 100000000", "--hidden-size = 100000000: must be >= 1 and"),
+        ("--scenario tp2-tp1 --hidden-size 100000000", "--hidden-size = 100000000: must be >= 1"),
         ("--scenario tp2-tp1 --hidden-size 16777216 --dry-run", "must be at most 1024 TiB"),
         ("--scenario tp2-tp4 --nproc 6 --dry-run", "nproc = 6: must be a multiple of 2"),
         ("--scenario tp2-tp4 --num-benchmark-iterations 0", "must be >= 1"),

@@ -188,6 +188,21 @@ class TestMeasure:
         assert {case.op.model.hidden for case in blocks} == {768}
         assert {case.lowering for case in blocks} == {"compiled"}
 
+    @pytest.mark.parametrize(
+        ("what", "odd"),
+        [("profile", {"model": 5}), ("gemm", {"configs": {"a": 1}}), ("attention", {"shapes": 1.5}),
+         ("collectives", {"plan": 5}), ("collectives", {"splits": [4]}),
+         ("collectives", {"ranks": {"a": 1}}), ("collectives", {"sizes": [4096]})],
+    )  # fmt: skip
+    def test_a_value_that_is_no_such_thing_is_refused_by_its_field(self, started, what, odd):
+        ((name, value),) = odd.items()
+        with pytest.raises(ValueError, match=re.escape(f"{name} = {value!r}: ")):
+            meshwise.measure(what, nproc=2, dry_run=True, **odd)
+
+    def test_one_size_and_one_rank_may_stand_alone(self, started):
+        one = meshwise.measure("collectives", nproc=2, ranks=1, sizes=4096, dry_run=True)
+        assert {case.op.ranks for case, _ in one} == {(1,)}
+
     def test_resume_continues_without_repeating(self, started):
         store.write("cluster.toml", known.CPUS)
         first = meshwise.measure()
