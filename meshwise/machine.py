@@ -123,8 +123,9 @@ Found = tuple[Device, tuple[Tier, ...], tuple[str, ...]]
 
 def _cpus(nproc: int | None) -> Found:
     """Describe CPU ranks: each is a device with an equal share of the host's memory."""
-    per_host = nproc or CPU_RANKS
-    cores = len(os.sched_getaffinity(0))
+    per_host, cores = nproc or CPU_RANKS, len(os.sched_getaffinity(0))
+    if per_host > (most := max(64, 8 * cores)):
+        raise ValueError(f"nproc = {per_host}: {cores} cores stand for at most {most} devices")
     notes = [] if per_host <= cores else [f"{per_host} gloo ranks share {cores} cores"]
     if Path("/sys/hypervisor").exists() or "hypervisor" in _read("/proc/cpuinfo"):
         notes.append("a virtual machine: its memory may grow with use, beyond what is read here")

@@ -101,7 +101,7 @@ def ring_attention(
 def _problem(mask: Mask, way: str) -> str:
     """Describe the first fault in this rank's options; empty if there is none."""
     if mask.window is not None and not mask.causal:
-        return f"window = {mask.window}: a window is of causal attention; set causal=True"
+        return f"window = {mask.window}: only causal attention has a window; set causal=True"
     if list(mask.documents) != sorted(set(mask.documents)):
         return f"documents = {shown(mask.documents)}: must ascend, where each document starts"
     return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"

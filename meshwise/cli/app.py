@@ -126,7 +126,9 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
             raise
         return SOME_FAILED, str(error)
     except (ValueError, OSError) as error:
-        return BAD_INPUT, str(getattr(error, "typed", error))
+        from meshwise.cli.flags import as_typed
+
+        return BAD_INPUT, as_typed(str(error), sys.argv[1:] if arguments is None else arguments)
 
 
 def _in_words(error: cyclopts.CycloptsError) -> str:

@@ -181,7 +181,7 @@ def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:
         and not (asked.model or asked.configs)
     ):
         raise ValueError(
-            f"report_dir_path = {folder!r}: its files are of models; give --model or "
+            f"report_dir_path = {folder!r}: its files list models; give --model or "
             "--model-config-path"
         )
     if isinstance(asked, kinds.AttentionOptions):

@@ -1,6 +1,7 @@
 """Flags of the records in ``meshwise.options``, and those that only the command line has."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -28,6 +29,12 @@ def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
         consume_multiple=(1, None) if lists else None,
         parse=re.compile(f"^(?!({none})$)"),
     )
+
+
+def alone(flag: str, given: Iterable[str]) -> None:
+    """Refuse options beside a flag that lists and does nothing else."""
+    if odd := sorted(given):
+        raise ValueError(f"{odd[0]}: {flag} lists all there is; leave one of them out")
 
 
 @Parameter(name="*")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, Json, Size, flags
+from meshwise.cli.options import ANY, Json, Size, alone, flags
 from meshwise.cli.output import DONE, code_of, emit, on_rank_0, say
 from meshwise.options.refit import Inference, ModelSizes, Order, RefitOptions, Training
 
@@ -76,6 +76,7 @@ def refit(
         List the scenarios and do nothing.
     """
     if list_:
+        alone("--list", {name for one in (asked, train, infer, sizes) for name in one.said()})
         return _list(json)
     step_s = _step_s(step_time)
     found = meshwise.refit(
@@ -106,7 +107,9 @@ def _dtype(typed: Typed) -> str | None:
 def _changed(asked: RefitOptions, typed: Typed) -> float | None:
     """Return the share of weights that changes; None if all are sent."""
     if not typed.delta and asked.changed is not None:
-        raise ValueError(f"changed = {asked.changed}: is of what --delta sends; add --delta")
+        raise ValueError(
+            f"changed = {asked.changed}: only --delta sends changed weights alone; add it"
+        )
     return CHANGED if typed.delta and asked.changed is None else asked.changed
 
 

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwise.cli.flags import as_typed
 from meshwise.cli.options import ANY, Json, Size, flags
 from meshwise.cli.output import DONE, code_of, emit, on_rank_0
-from meshwise.options import rules
 from meshwise.options.ring import RingOptions
 from meshwise.verbs import world
 
@@ -55,21 +53,20 @@ def ring(
     modes = [name for name, on in (("all", all_), ("quick", quick), ("large", large)) if on]
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)}: give one of them")
+    if verify and asked.dry_run:
+        raise ValueError("--dry-run and --verify: give one of them")
     asked = replace(
         asked,
         mode=modes[0] if modes else "",  # type: ignore[arg-type]
         nproc=world.num_ranks(nproc=size.ranks, gpus=ranks),
         use_flash_attention=not no_flash_attention,
     )
-    called = {rule.name or name for name, rule in rules(RingOptions).items()}
-    others = {"num_kv_heads": "kv_heads", "heads": "num_heads", "seq_len": "seq_lengths"}
-    with as_typed(dict(zip(called, called, strict=True)) | others):
-        what = verb.asked(asked)
-        if asked.dry_run:
-            return _forecast(what, json)
-        if verify:
-            return _verify(what, json)
-        found = verb.measure_ring(what)
+    what = verb.asked(asked)
+    if asked.dry_run:
+        return _forecast(what, json)
+    if verify:
+        return _verify(what, json)
+    found = verb.measure_ring(what)
     return _results(found, json)
 
 

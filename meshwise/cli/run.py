@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import meshwise
 from meshwise.cli import output
-from meshwise.cli.options import ANY, Json, Size, flags
+from meshwise.cli.options import ANY, Json, Size, alone, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit, on_rank_0
 from meshwise.launcher import Job
 from meshwise.options import Started
@@ -28,11 +28,12 @@ def run(
     of_suites = vars(Suite()).keys() - vars(RunOptions()).keys()
     given = asked.said()
     if asked.list_suites:
+        alone("--list-suites", given.keys() - {"list_suites", "num_hosts"})
         return _list_suites(json)
     if asked.suite is not None or asked.sweep is not None:
         return _benchmark(asked, size, json)
     if odd := [name for name in given if name in of_suites - {"num_hosts"}]:
-        raise ValueError(f"{odd[0]}: is of suites; leave it out, or give --suite or --sweep")
+        raise ValueError(f"{odd[0]}: only suites have it; give --suite or --sweep, or leave it out")
     return _shown(meshwise.run(asked), asked.nccl_trace, json)
 
 

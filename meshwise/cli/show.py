@@ -5,7 +5,6 @@ from typing import Annotated
 import cyclopts
 
 import meshwise
-from meshwise.cli.flags import as_typed
 from meshwise.cli.options import PLAIN, Json, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.options.ring import Pattern
@@ -63,7 +62,6 @@ def pattern(
     from meshwise.pages import pattern as page
     from meshwise.verbs import show as verb
 
-    with as_typed({name: name for name in vars(asked)}):
-        found = verb.pattern(asked)
+    found = verb.pattern(asked)
     emit(found, page.of(found), json)
     return DONE

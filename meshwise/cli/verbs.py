@@ -136,7 +136,9 @@ def report(
     if scaling is not None:
         return _scaling(scaling, output_dir, json)
     if output_dir is not None:
-        raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
+        raise ValueError(
+            f"output_dir = {output_dir!r}: only --scaling writes into a folder; give --out"
+        )
     from meshwise.pages import steps
     from meshwise.verbs.report import gather, write
 

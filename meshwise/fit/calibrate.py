@@ -35,7 +35,7 @@ Timed = list[tuple[Sample, float]]
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
     """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster."""
     if len({digest(info.cluster) for info, _ in runs}) > 1:
-        raise ValueError("the runs are of different clusters; calibrate each cluster by itself")
+        raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
     info = runs[0][0]
     run_ids = tuple(info.run_id for info, _ in runs)
     timed = [

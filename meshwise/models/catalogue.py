@@ -152,13 +152,15 @@ def find(model: AnyModel | str) -> Model | Decoder:
     record is itself. An unknown name is a ValueError that suggests the nearest."""
     found = find_any(model)
     if isinstance(found, WideResNet):
-        raise ValueError(f"model {found.name or model!r}: is of images; name a language model")
+        raise ValueError(f"model {found.name or model!r}: is an image model; name a language model")
     return found
 
 
 def find_any(text: AnyModel | str) -> AnyModel:
     """Find a model of any family, as ``find`` does."""
     if not isinstance(text, str):
+        if not isinstance(text, AnyModel):
+            raise ValueError(f"model = {text!r:.80}: must be a model's name or record")
         return text
     if text in _GPT:
         return get(text)

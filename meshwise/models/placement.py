@@ -134,9 +134,11 @@ def _images(model: WideResNet, seq_len: int, layout: Layout) -> Iterator[str]:
     if layout.cuts != Cuts():
         yield f"cuts = {layout.cuts.name}: images are cut by channel alone; leave them out"
     if layout.tp_sums != "last":
-        yield f"tp_sums = {layout.tp_sums}: of images no gradient is a sum over tp; leave it out"
+        yield f"tp_sums = {layout.tp_sums}: image models sum no gradient over tp; leave it out"
     if seq_len != 1:
-        raise ValueError(f"Workload.seq_len = {seq_len}: of images it is 1; leave it out")
+        raise ValueError(
+            f"Workload.seq_len = {seq_len}: image models have no sequence; leave it out"
+        )
 
 
 def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[str]:

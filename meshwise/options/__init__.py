@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
+    NewType,
     ParamSpec,
     Protocol,
     TypeVar,
@@ -47,9 +48,9 @@ if TYPE_CHECKING:  # from Python also objects; on the command line all of it is 
     Names = str | tuple[str, ...]
     Content = Any  # a file, or what is in it
 else:
-    File = SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Time = Rate = Memory = str
-    Content, Names = str, tuple[str, ...]
-    Models = Names
+    Time = Rate = Memory = NewType("Quantity", str)  # of Python also a number
+    SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Content = NewType("Thing", str)
+    File, Names, Models = str, tuple[str, ...], tuple[SomeModel, ...]
 
 P = ParamSpec("P")
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -73,12 +74,35 @@ PYTHON = Flag("")
 Positive = Annotated[int | None, Range(1)]
 
 
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"), float: ((int, float), "a number"),
+    bool: ((bool,), "True or False"), str: ((str,), "text"), Mapping: ((Mapping,), "a dict"),
+    Time: ((str, int, float), "text or a number"),
+}  # fmt: skip
+
+
 class _Rule(NamedTuple):
     name: str  # on the command line
     is_several: bool
-    is_whole: bool
+    may_lack: bool
+    types: tuple[type, ...]
+    wanted: str
     bounds: Range | None
     choices: tuple[Any, ...]
+
+    def wrong(self, value: Any) -> str:
+        """Say what a value must be; "" if it is that."""
+        if value is None and self.may_lack:
+            return ""
+        if self.choices:
+            return "" if value in self.choices else f"one of {', '.join(self.choices)}"
+        fits = isinstance(value, self.types) and value is not None
+        if not fits or (isinstance(value, bool) and bool not in self.types):
+            return self.wanted
+        if self.bounds and not self.bounds.least <= value <= self.bounds.most:
+            most = "" if self.bounds.most == float("inf") else f" and <= {self.bounds.most}"
+            return f">= {self.bounds.least}{most}"
+        return ""
 
 
 @functools.cache
@@ -89,44 +113,38 @@ def rules(record: type) -> dict[str, _Rule]:
         plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kinds = (plain, *get_args(plain))
         choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-        flag = next((extra.name for extra in extras if isinstance(extra, Flag)), name)
-        bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
-        is_several, allowed = get_origin(plain) is tuple, choices[0] if choices else ()
-        found[name] = _Rule(flag, is_several, int in kinds, bounds, allowed)
+        types, wanted = next(
+            (_KINDS[kind] for each in kinds if (kind := get_origin(each) or each) in _KINDS),
+            ((str, object), "text or a record"),
+        )
+        found[name] = _Rule(
+            name=next((extra.name for extra in extras if isinstance(extra, Flag)), name),
+            is_several=get_origin(plain) is tuple,
+            may_lack=type(None) in kinds,
+            types=types,
+            wanted=wanted,
+            bounds=next((extra for extra in extras if isinstance(extra, Range)), None),
+            choices=choices[0] if choices else (),
+        )
     return found
-
-
-class Refused(ValueError):
-    """A value out of its range. ``typed`` calls the field as the command line does."""
-
-    def __init__(self, field_name: str, flag: str, why: str) -> None:
-        super().__init__(field_name + why)
-        self.typed = (flag or field_name) + why
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A record of options; ``Refused`` names the field whose value is out of its range."""
+    """A record of options; a ValueError names the field whose value is wrong."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        for name, (flag, is_several, is_whole, bounds, choices) in rules(kind).items():
+        for name, rule in rules(kind).items():
             value = getattr(self, name)
             if isinstance(value, Path):  # requests travel as JSON
                 value = str(value)
-            if is_several and value is not None and not isinstance(value, tuple):
+            if rule.is_several and not isinstance(value, tuple):
                 value = tuple(value) if isinstance(value, list) else (value,)
             object.__setattr__(self, name, value)
-            for one in (value or ()) if is_several else (value,):
-                if one is None:
-                    continue
-                if choices and one not in choices:
-                    raise Refused(name, flag, f" = {one!r}: must be one of {', '.join(choices)}")
-                if is_whole and (not isinstance(one, int) or isinstance(one, bool)):
-                    raise Refused(name, flag, f" = {one!r}: must be a whole number")
-                if bounds and not bounds.least <= one <= bounds.most:
-                    most = "" if bounds.most == float("inf") else f" and <= {bounds.most}"
-                    raise Refused(name, flag, f" = {one}: must be >= {bounds.least}{most}")
+            for one in value if rule.is_several else (value,):
+                if wanted := rule.wrong(one):
+                    raise ValueError(f"{name} = {one!r}: must be {wanted}")
 
     def said(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

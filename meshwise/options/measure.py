@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, Content, File, Flag, Models, Range, Started, Time
+from meshwise.options import PYTHON, Content, File, Flag, Memory, Models, Range, Started, Time
 from meshwise.options.models import DECODERS, MODELS
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
@@ -109,7 +109,7 @@ class CollectivesOptions(MeasureOptions):
         "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, "
         "send_recv (a ring shift); by default the usual five."
     )
-    sizes: str | None = None
+    sizes: Memory | None = None
     (
         "As 8..8G:x2, 1M..4M:+1M or 64K,1M; nccl-tests' size (its -b, -e and -f). By default "
         "1K..1G:x4, on CPUs 4K..16M:x4."
@@ -176,7 +176,7 @@ class OverlapOptions(MeasureOptions):
 
     kinds: Annotated[tuple[str, ...], Flag("kind")] = ()
     "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."
-    sizes: str | None = None
+    sizes: Memory | None = None
     "Of the messages; 16M,256M by default, on CPUs 256K,4M."
     microbatch_size: Annotated[int, PYTHON, Range(1)] = 1
     "Of models: sequences at once."

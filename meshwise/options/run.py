@@ -102,7 +102,7 @@ class Course(Options):
                             ("train", "training"))  # fmt: skip
         for name, (only, called) in of.items():
             if name in given and mode != only:
-                raise ValueError(f"{name}: is of {called}; leave it out, or {only}")
+                raise ValueError(f"{name}: only {called} has it; leave it out, or {only}")
         if self.save_every is not None and self.save is None:
             raise ValueError(f"save_every = {self.save_every}: there is no folder; give --save")
         for name in ("steps", "warmup") if mode == "decode" else ():

@@ -124,7 +124,7 @@ def _summary(one: Forecast, step_s: float | None) -> Table:
         part = share(one.predicted_s / step_s)
         rows.append(("of a step", f"{part} of {format_seconds(step_s)}, as predicted"))
     if op.changed:
-        unknown = "all above is of a whole refit; what changes is not known yet"
+        unknown = "all above is for a whole refit; what changes is not known yet"
         rows.append(("with --delta", unknown))
     if op.placement:
         rows.append(("placed", _placed(op)))

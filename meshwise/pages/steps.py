@@ -38,8 +38,8 @@ from meshwise.units import format_bytes, format_count, format_seconds
 
 UNFINISHED = "it has not finished"
 CHECK_LEGEND = (
-    "Loss error: largest relative difference from one device over three steps, in fp32 (of images: "
-    "fp64)."
+    "Loss error: largest relative difference from one device over three steps, in fp32 "
+    "(image models: fp64)."
 )
 INFER_LEGEND = (
     "Latency: from a batch's start on the first stage to its end on the last, one batch at a time. "
@@ -63,7 +63,7 @@ SCALED_LEGEND = (
     "Of two steps behind the timed ones: the first, with marks between the parts, gives the times; "
     "the second, under torch's profiler, which slows it, what ran between marks, scaled to them."
 )
-LOSS_LEGEND = "Loss: of the run's first step, warm-up included, and of its last timed one."
+LOSS_LEGEND = "Loss: the run's first step, warm-up included, and its last timed one."
 _STAGE = ("s", "weight_bytes", "peak_bytes")
 PHASE_NAMES = ("forward", "backward", "optimizer", "exposed", "bubble", "other")  # of ADDENDS
 DECODE_LEGEND = (

@@ -17,6 +17,7 @@ Show = Callable[[Any], str]
 Where = str | Callable[[Any], Any]
 Column = tuple[str, Where] | tuple[str, Where, Show]
 WIDTH = 120  # if the output is no terminal, so that logs and golden files do not change
+NARROW = 60  # terminals below it get a wide table as records
 ABSENT = "–"
 
 
@@ -116,7 +117,7 @@ def span(values: Iterable[float], show: Callable[[float], str]) -> str:
 
 def _parts(table: Table, width: int) -> Iterator[Table]:
     """Yield the table with as many of its columns of numbers as fit beside the words, then with the
-    next ones."""
+    next ones. On a narrow terminal yield one whose lines are cells beside their columns' names."""
     gap = 3
     sizes = [
         gap + max(len(line) for cell in cells for line in cell.split("\n"))
@@ -132,6 +133,14 @@ def _parts(table: Table, width: int) -> Iterator[Table]:
         if parts[-1] and sum(sizes[at] for at in (*words, *parts[-1], index)) > room:
             parts.append([])
         parts[-1].append(index)
+    if len(parts) > 1 and width < NARROW:
+        lines = list[tuple[str, str]]()
+        for row in table.rows:
+            lines += [("", "")] * bool(lines)
+            named = zip(table.columns, row, strict=True)
+            lines += [(name, cell) if name else (cell, "") for name, cell in named]
+        yield table._replace(columns=("", ""), rows=tuple(lines), left=2)
+        return
     for part in parts:
         kept = [*words, *part]
         columns, *rows = [tuple(row[at] for at in kept) for row in (table.columns, *table.rows)]
@@ -140,7 +149,8 @@ def _parts(table: Table, width: int) -> Iterator[Table]:
 
 def write(tables: Iterable[Table], file: IO[str]) -> None:
     """Print tables on a stream, in colour only on a terminal and without NO_COLOR. On a terminal of
-    fewer than ``WIDTH`` columns a wide table goes on below, its words repeated."""
+    fewer than ``WIDTH`` columns a wide table goes on below, its words repeated; below ``NARROW`` it
+    becomes records."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -153,9 +163,9 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
             is_narrow = console.width < WIDTH
             for part in _parts(table, console.width) if is_narrow else [table]:
                 drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-                drawn.show_header = any(table.columns)
+                drawn.show_header = any(part.columns)
                 for index, column in enumerate(part.columns):
-                    words = index < table.left
+                    words = index < part.left
                     justify: Literal["left", "right"] = "left" if words else "right"
                     drawn.add_column(
                         Text(plain(column, keep="\n")), justify=justify, overflow="fold",

@@ -47,7 +47,7 @@ _TIERS = {
     "measured": "every price measured",
     "interpolated": "prices measured or interpolated",
     "extrapolated": "some prices extrapolated beyond what was measured",
-    "transferred": "some prices are of similar operations",
+    "transferred": "some prices come from similar operations",
     "datasheet": "some prices from data sheets",
 }
 

@@ -78,7 +78,7 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
         if self.heads % self.kv_heads:
             self.fail("kv_heads", f"must divide heads = {self.heads}")
         if self.window is not None and not self.causal:
-            self.fail("window", "a window is of causal attention; set causal")
+            self.fail("window", "only causal attention has a window; set causal")
         if self.dilation and self.window is not None:
             self.fail("window", "a dilated attention has segments, no window")
         if self.dilation and self.order != "contiguous":

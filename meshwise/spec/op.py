@@ -97,7 +97,7 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
         if self.heads % self.kv_heads:
             self.fail("kv_heads", f"must divide heads = {self.heads}")
         if self.window is not None and not self.causal:
-            self.fail("window", "a window is of causal attention; set causal")
+            self.fail("window", "only causal attention has a window; set causal")
 
     @property
     def value_dim(self) -> int:
@@ -305,7 +305,7 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
         if isinstance(self.model, WideResNet):
             forms = {kind.form for kind in layer_kinds(self.model, self.seq_len)}
             if self.part != "layer":
-                self.fail("part", "of images a layer alone is a block")
+                self.fail("part", "must be layer for an image model")
         if self.form not in forms:
             self.fail("form", f"must be one of {', '.join(sorted(forms))}")
 

@@ -1,14 +1,10 @@
 """detect: look at this machine, write cluster.toml."""
 
-import logging
 from pathlib import Path
 
-from meshwise import store
 from meshwise.launcher import Job
 from meshwise.spec import Cluster
 from meshwise.verbs import files
-
-log = logging.getLogger("meshwise")
 
 
 def detect(
@@ -26,9 +22,7 @@ def detect(
 
 def write(out: Path | str, cluster: Cluster) -> None:
     if Job.here().leads:
-        files.keep(out, cluster)
-        store.write(out, cluster)
-        log.info("wrote %s", out)
+        files.replace(out, cluster)
 
 
 def look(

@@ -1,5 +1,6 @@
 """Files that verbs hand to each other, by default in the working directory. Reading logs them."""
 
+import contextlib
 import logging
 import tempfile
 from collections.abc import Iterable
@@ -58,19 +59,22 @@ def announce(path: Path | str, what: str = "") -> None:
     log.info("using %s%s", f"{what} " if what else "", shown)
 
 
-def keep(path: Path | str, record: Cluster | Plan) -> None:
-    """Copy the file at ``path`` to ``path.bak``, unless it holds this record. It may have been
-    edited by hand, or be in use."""
+def replace(path: Path | str, record: Cluster | Plan) -> None:
+    """Write a record. A file that holds it already stays, with its comments. One that holds another
+    may be edited by hand, or in use: copy it first to ``path.bak``, or ``.bak1`` and so on."""
     path = Path(path)
-    if not path.is_file():
-        return
-    try:
-        same = store.read(path, type(record)) == record
-    except (ValueError, OSError):
-        same = False
-    if not same:
-        write_whole(f"{path}.bak", read_bytes(path))
-        log.info("kept the %s that was there as %s.bak", path.name, path)
+    if path.is_file():
+        with contextlib.suppress(ValueError, OSError):
+            if store.read(path, type(record)) == record:
+                log.info("%s needs no change", path)
+                return
+        there, number = read_bytes(path), 0
+        while (kept := Path(f"{path}.bak{number or ''}")).exists() and read_bytes(kept) != there:
+            number += 1
+        write_whole(kept, there)
+        log.info("kept the %s that was there as %s", path.name, kept)
+    store.write(path, record)
+    log.info("wrote %s", path)
 
 
 def check_writable(paths: Iterable[Path | str], field: str = "") -> None:

@@ -22,7 +22,7 @@ def plan(asked: RunOptions) -> Plan:
     machine, size = measure.place(asked.cluster, wanted, keep=False)
     if layout is not None and nproc not in (None, size):
         raise ValueError(
-            f"nproc = {nproc}: the layout {layout.name} is of {size} ranks; give one of {nproc}, "
+            f"nproc = {nproc}: the layout {layout.name} has {size} ranks; give one of {nproc}, "
             "or leave nproc out"
         )
     usual, batch = catalogue.default_workload(machine, chosen), asked.global_batch_size

@@ -5,6 +5,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable
@@ -53,17 +54,15 @@ def measure(
     cases: list[Case] = listing(scope_of(machine, size, asked.dtype), loaded(asked))
     if not cases:
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
-    from meshwise.probe.cases import effort
-
-    if asked.dry_run:
-        return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
-    world.check_machine(machine, size)
     key = digest(tuple(case.id for case in cases))
-    if asked.resume:
-        recording = Recording(_newest(asked.runs, asked.what, machine, size, key), Job.here())
-    else:
-        slug = f"{asked.what}-{machine.name}"
-        recording = Recording.begin(asked.runs, "measure", slug, machine, size, cases=key)
+    old = _newest(asked.runs, asked.what, machine, size, key) if asked.resume else None
+    if asked.dry_run:
+        done = _measured(old) if old else frozenset()
+        left = [case for case in cases if case.id not in done]
+        return _within(budget_s, left, machine, sustain_s)
+    world.check_machine(machine, size)
+    slug = f"{asked.what}-{machine.name}"
+    recording = old or Recording.begin(asked.runs, "measure", slug, machine, size, cases=key)
     from meshwise.probe.sweep import SweepRequest
 
     request = SweepRequest(
@@ -79,6 +78,25 @@ measure.__doc__ = "\n\n".join(
     [f"{inspect.getdoc(measure)}\n\n{described(MeasureOptions)}"]
     + [f"{what}:\n{described(kind, but=MeasureOptions)}" for what, kind in KINDS.items()]
 )
+
+
+def _within(
+    budget_s: float | None, cases: list[Case], machine: Cluster, sustain_s: float
+) -> list[tuple[Case, float]]:
+    """Estimate the seconds of each case, and list those that a sweep would reach in its budget."""
+    from meshwise.probe.cases import effort
+
+    found, left_s = list[tuple[Case, float]](), math.inf if budget_s is None else budget_s
+    for case in cases:
+        about_s = effort.estimate_s(case, machine, sustain_s)
+        if about_s <= left_s or not found:
+            found.append((case, about_s))
+            left_s -= about_s
+    if len(found) < len(cases):
+        log.info(
+            "the budget is likely to leave out %d of %d cases", len(cases) - len(found), len(cases)
+        )
+    return found
 
 
 def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
@@ -142,8 +160,8 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     find: Callable[[Any], Any] = catalogue.find_any if asked.what == "profile" else catalogue.find
     given: dict[str, Any] = {"model": tuple(map(find, asked.model))}
     for name, value in vars(asked).items():
-        if name in read and isinstance(value, str):
-            given[name] = read[name](value)
+        if name in read and value is not None:
+            given[name] = read[name](value) if isinstance(value, str) else _converted(name, value)
         if name == "kinds":
             given[name] = _read_kinds(value)
         if name == "backends":
@@ -151,6 +169,20 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     if {"configs", "shapes"} & given.keys() and not vars(asked)["microbatch_sizes"]:
         given["microbatch_sizes"] = tuple(range(1, 9))
     return dataclasses.replace(asked, **given)
+
+
+def _converted(name: str, value: Any) -> Any:
+    """Check what Python gives in place of a file; one rank may stand alone."""
+    from msgspec import ValidationError, convert
+
+    kinds = {
+        "configs": dict[str, tuple[Any, int]], "shapes": list[Any], "plan": Plan,
+        "splits": tuple[tuple[int, ...], ...], "ranks": tuple[int, ...],
+    }  # fmt: skip
+    try:
+        return convert((value,) if name == "ranks" and type(value) is int else value, kinds[name])
+    except ValidationError as error:
+        raise ValueError(f"{name} = {value!r:.80}: {error}") from None
 
 
 def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,7 +223,7 @@ def _follow(asked: MeasureOptions) -> "Follow":
     return "best_shape" if isinstance(asked, GemmOptions) and asked.search else "nothing"
 
 
-def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
+def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Recording:
     """Find the newest run of the same cases on this cluster. If there is none, the error shows the
     command of the newest run with other cases or ranks, whose options may be missing here."""
     others = []
@@ -201,7 +233,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
             continue
         if info.provenance.get("cases", key) == key and info.world_size == size:
             files.announce(run_dir, "the newest run")
-            return run_dir
+            return Recording(run_dir, Job.here())
         others.append(shlex.join(info.command))
     repeat = f"add --resume to the newest one's, {others[0]}, or " if others else ""
     raise ValueError(

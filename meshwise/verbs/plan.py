@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from meshwise import store
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
 from meshwise.prices import on_hosts, unmeasured
@@ -63,9 +62,7 @@ def plan(asked: PlanOptions) -> Plan:
         found = search.find(
             chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
         )
-    files.keep(asked.out, found)
-    store.write(asked.out, found)
-    log.info("wrote %s", asked.out)
+    files.replace(asked.out, found)
     return found
 
 
@@ -116,7 +113,7 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
     ):
         if here != there:
             raise ValueError(
-                f"cluster {described.name!r}: {field} is {there}, but the costs are of {here}; "
+                f"cluster {described.name!r}: {field} is {there}, but the costs are for {here}; "
                 "leave --cluster or --costs out"
             )
 

@@ -20,7 +20,7 @@ from meshwise.launcher import Job
 from meshwise.models import catalogue
 from meshwise.models.decoder import published_parameters
 from meshwise.options import keywords
-from meshwise.options.refit import RefitOptions
+from meshwise.options.refit import ModelSizes, RefitOptions, Training
 from meshwise.pages import refit as page
 from meshwise.pages import svg
 from meshwise.probe.cases import refit as cases
@@ -103,6 +103,10 @@ class _Todo(NamedTuple):
 def _check(asked: RefitOptions) -> None:
     """Refuse options that do not go together."""
     changed, known = asked.changed, get_args(Dtype)
+    degrees = {*vars(Training()), "replicas"}
+    for name, fields in (("train", degrees), ("infer", degrees), ("sizes", {*vars(ModelSizes())})):
+        if odd := [key for key in getattr(asked, name) or () if key not in fields]:
+            raise ValueError(f"{name}: {odd[0]!r} is not one of {', '.join(sorted(fields))}")
     if asked.dtype not in (None, *known):
         raise ValueError(f"dtype = {asked.dtype!r}: must be one of {', '.join(known)}")
     for name, order in zip(("train_order", "inference_order"), asked.orders, strict=True):

@@ -70,14 +70,14 @@ def check_machine(cluster: "Cluster", size: int) -> None:
     if device.kind == "cpu":
         if visible:
             raise ValueError(
-                f"cluster {cluster.name!r} is of CPUs, but {visible} GPUs are visible; set "
+                f"cluster {cluster.name!r} describes CPUs, but {visible} GPUs are visible; set "
                 "CUDA_VISIBLE_DEVICES= to use the CPU, or run `meshwise detect`"
             )
         return
     found = sorted({torch.cuda.get_device_name(i) for i in range(visible)})
     if device.name not in found:
         raise ValueError(
-            f"cluster {cluster.name!r} is of {device.name!r}, but here is "
+            f"cluster {cluster.name!r} describes {device.name!r}, but here is "
             f"{', '.join(found) or 'no GPU'}; run `meshwise detect` on this machine"
         )
     if visible < min(size, cluster.num_devices_per_host) and not Job.here().launched:

@@ -116,13 +116,25 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("plan --gpus four", "--gpus"),
         ("plan gpt-125", "did you mean gpt-125m?"),
         ("plan --gpus 0", "--gpus = 0: must be >= 1"),
-        ("plan --top 0", "top = 0: must be >= 1"),
+        ("plan --top 0", "error: --top = 0: must be >= 1"),
         ("plan", "costs.json does not exist; `meshwise calibrate` writes it"),
         ("calibrate", "no measure profile run under runs; run `meshwise measure profile` first"),
         ("measure profile --nproc 2 --gpus 4", "--nproc = 2, --gpus = 4: these set the same"),
         ("measure --nproc 1.5", "--nproc = '1.5': must be a whole number"),
         ("run --nproc 1.5", "--nproc = '1.5': must be a whole number"),
         ("run --steps 2.5", "--steps = '2.5': must be a whole number"),
+        ("measure --cluster h100-hgx --nproc=9 --dry-run", "error: --nproc = 9: cluster"),
+        ("measure --cluster h100-hgx --gpus 9 --dry-run", "error: --gpus = 9: cluster"),
+        ("measure attention --full --window 7", "error: --window = (7,): "),
+        ("measure gemm --microbatch_size 0", "error: --microbatch-size = 0: must be >= 1"),
+        ("refit --num-benchmark-warmup -1", "error: --num-benchmark-warmup = -1: must be >= 0"),
+        ("refit --tensor-model-parallel-size 2 --rl-inference-tensor-model-parallel-size 0",
+         "error: --rl-inference-tensor-model-parallel-size = 0: must be >= 1"),
+        ("measure ring --seq_lengths 0", "error: --seq-lengths = (0,): "),
+        ("show pattern --seq-len 0", "error: --seq-len = 0: must be >= 1"),
+        ("refit --list --refit-mode all", "--refit-mode: --list lists all there is; leave one"),
+        ("run --list-suites --steps 3", "--steps: --list-suites lists all there is"),
+        ("measure ring --verify --dry-run", "--dry-run and --verify: give one of them"),
         ("measure everything", "everything: not understood here; --help lists what is"),
         ("measure gemm --colour red", "--colour"),
         ("measure gemm --model llama-3-8", "did you mean llama-3-8b?"),
@@ -130,10 +142,10 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure gemm --dtype int8", "--dtype"),
         ("measure gemm --model-config-path none.json", "none.json does not exist"),
         ("measure attention --shapes-json-path none.json", "none.json does not exist"),
-        ("measure attention --backend fash", "backends = fash: must be of flash"),
-        ("measure collectives --sizes 8..4", "sizes = '8..4': a range is LOW..HIGH"),
+        ("measure attention --backend fash", "error: --backend = fash: must be of flash"),
+        ("measure collectives --sizes 8..4", "error: --sizes = '8..4': a range is LOW..HIGH"),
         ("measure collectives alltoal --nproc 1", "'alltoal': is no collective; did you mean all_"),
-        ("measure collectives --timeout 0s", "timeout = '0s': must be some time"),
+        ("measure collectives --timeout 0s", "error: --timeout = '0s': must be some time"),
         ("measure collectives --nproc 1 --groups 2", "groups = 2: must divide the 1 ranks"),
         ("measure fsdp --nproc 1 --replicas 2", "replicas = 2: must divide the 1 ranks"),
         ("measure overlap --nproc 1", "overlap: 1 rank has no collective"),
@@ -141,7 +153,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure import none.log", "none.log does not exist"),
         ("measure --num-hosts 2", "give both"),
         ("measure --cluster other.toml", "other.toml does not exist; `meshwise detect` writes"),
-        ("measure --budget soon", "budget = 'soon': is not understood"),
+        ("measure --budget soon", "error: --budget = 'soon': is not understood"),
         ("run", "plan.json does not exist; `meshwise plan` writes it"),
         ("refit", "nothing to refit: give --scenario"),
         ("compare a b", "a is not a run directory"),
@@ -207,6 +219,22 @@ def test_a_dry_run_lists_what_would_be_measured(capsys):
     assert [path.name for path in Path("runs").iterdir()] == [
         "20260101T000000-measure-profile-four", "20260101T000100-run-gpt-small",
     ]  # fmt: skip
+
+
+def test_a_dry_run_lists_what_the_budget_leaves(capsys):
+    files()
+    asked = ["measure", "profile", "--dry-run", "--json"]
+    assert call(*asked) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert call(*asked, "--budget", "20s") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert 1 < len(found) < len(every) and sum(one["about_s"] for one in found) <= 20
+    assert found[0] == every[0] and all(one in every for one in found)
+    assert f"the budget is likely to leave out {len(every) - len(found)} of {len(every)}" in err
+    assert call(*asked, "--quick") == 0
+    quick = json.loads(capsys.readouterr().out)
+    assert 20 < sum(one["about_s"] for one in quick) <= 65 and len(quick) < len(every)
 
 
 def test_an_imported_log_is_a_run_that_show_prints(capsys):
@@ -361,13 +389,21 @@ def test_help_shows_no_empty_default(capsys):
         assert "default: ()" not in out and "default: False" not in out
 
 
-def test_files_that_may_be_edited_or_used_are_kept():
+def test_no_edit_by_hand_is_lost(capsys):
     store.write("cluster.toml", known.CLUSTER)
-    edited = Path("cluster.toml").read_text()
-    assert call("detect", "--nproc", "2") == 0
-    assert Path("cluster.toml.bak").read_text() == edited
-    assert call("detect", "--nproc", "2") == 0  # the same again: nothing to keep
-    assert Path("cluster.toml.bak").read_text() == edited
+    edits = [Path("cluster.toml").read_text(), "# not yet TOML =\n[", "name = 'mine'\n"]
+    for edit in (*edits, edits[1]):  # the last one is kept already
+        Path("cluster.toml").write_text(edit)
+        assert call("detect", "--nproc", "2") == 0
+    kept = [Path(f"cluster.toml.bak{number}").read_text() for number in ("", 1, 2)]
+    assert kept == edits and not Path("cluster.toml.bak3").exists()
+    capsys.readouterr()
+    commented = "# bought in May\n" + Path("cluster.toml").read_text()
+    Path("cluster.toml").write_text(commented)
+    assert call("detect", "--nproc", "2") == 0  # the same machine: the file stays as it is
+    assert Path("cluster.toml").read_text() == commented
+    assert "cluster.toml needs no change" in capsys.readouterr().err
+    assert not Path("cluster.toml.bak3").exists()
 
 
 def test_the_docs_have_every_exit_code():

@@ -488,7 +488,15 @@ def test_nothing_follows_unless_asked_and_known_cases_never_do():
     ("asked", "said"),
     [
         ({"pairs": True, "tables": "8,1-1-1-1,4"}, "tables and pairs: only one"),
-        ({"pairs": True, "kinds": ("all_gather",)}, "pairs and kinds: only one"),
+        ({"pairs": True, "kinds": ("all_gather",)}, "kinds = all_gather: pairs says which coll"),
+        (
+            {"splits": ((4,) * 4,) * 4, "kinds": ("reduce", "all_to_all_v")},
+            "kinds = reduce: splits",
+        ),
+        ({"tables": "8,1-1-1-1,4", "kinds": collectives.KINDS}, "kinds = all_reduce, all_gather"),
+        ({"pairs": True, "groups": 2}, "groups and pairs: only one"),
+        ({"seq_len": 8}, "seq_len: only the exchanges of a model depend on it"),
+        ({"microbatch_sizes": 8, "pairs": True}, "microbatch_sizes: only the exchanges"),
         ({"groups": 2, "ranks": (0, 1)}, "groups and ranks: only one"),
         ({"tables": "8,1-1-1-1,4", "sizes": "4K"}, "sizes: splits, tables, models and plans have"),
         ({"backends": ("smoke",)}, "backend = 'smoke': must be one of torch, gloo, nccl"),

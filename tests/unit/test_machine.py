@@ -148,6 +148,8 @@ def test_a_cpu_is_a_device_whose_ranks_share_the_host() -> None:
     assert machine.detect_cluster(nproc=2, name="mine").name == "mine"
     with pytest.raises(ValueError, match="nproc = 0"):
         machine.detect_cluster(nproc=0)
+    with pytest.raises(ValueError, match=r"nproc = 9999999: .* cores stand for at most"):
+        machine.detect_cluster(nproc=9999999)
 
 
 def test_a_launcher_says_how_many_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_windows_come_beside_the_whole_mask_and_need_causality():
         scope("cpu"), AttentionOptions(windows=(32, 64), backends=("math",), seq_lens=(128,))
     )
     assert {case.op.window for case in found} == {None, 32, 64}
-    with pytest.raises(ValueError, match=r"windows = \(32,\): a window is of causal attention"):
+    with pytest.raises(ValueError, match=r"windows = \(32,\): only causal attention has a window"):
         attention.cases(scope("cpu"), AttentionOptions(windows=(32,), causal=False))
     with pytest.raises(ValueError, match="backends = fash: must be of flash, cudnn"):
         attention.cases(scope(), AttentionOptions(backends=("fash",)))

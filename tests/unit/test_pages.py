@@ -73,22 +73,49 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_fit_a_terminal_of_80_columns(monkeypatch, name):
-    """Whole: every cell is there, in pieces where it is of words."""
-    for key, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
+def on_terminal(columns, tables, monkeypatch):
+    for key, value in {"COLUMNS": str(columns), "TERM": "xterm"}.items():
         monkeypatch.setenv(key, value)
-    found = TABLES[name]()
-    for one in found:
-        terminal = Terminal()
-        table.write([one], terminal)
-        text = terminal.getvalue()
-        assert max(map(len, text.splitlines())) <= 80, text
+    terminal = Terminal()
+    table.write(tables, terminal)
+    return re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_a_terminal(monkeypatch, name, columns):
+    """Whole: every cell is there, in pieces where it is of words."""
+    for one in TABLES[name]():
+        text = on_terminal(columns, [one], monkeypatch)
+        assert max(map(len, text.splitlines())) <= columns, text
         for row in one.rows:
             for cell in row[one.left :]:
                 assert cell in text
             for word in " ".join(row[: one.left]).split():
                 assert word in text or len(word) > 12, word
+
+
+def test_on_a_narrow_terminal_a_wide_table_is_read_row_by_row(monkeypatch):
+    rows = (("1", "dp8 zero2 mb8x1", "22.8 ms", "2.87 M"), ("2", "dp4 tp2", "23.0 ms", "2.85 M"))
+    wide = table.Table("Layouts", ("", "layout", "step of the model", "tokens/s"), rows, left=2)
+    text = on_terminal(50, [wide], monkeypatch)
+    assert (
+        text
+        == """\
+Layouts
+1
+layout              dp8 zero2 mb8x1
+step of the model   22.8 ms
+tokens/s            2.87 M
+
+2
+layout              dp4 tp2
+step of the model   23.0 ms
+tokens/s            2.85 M
+
+"""
+    )
+    assert "layout            step" in on_terminal(table.NARROW, [wide], monkeypatch)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -144,7 +144,10 @@ def test_a_layer_of_images_is_alike_in_models_of_other_depths(change):
     ("fields", "error"),
     [
         ({"model": IMAGES}, "Block.form = '': must be one of 0.first, 0.rest"),
-        ({"model": IMAGES, "part": "head", "form": "0.rest"}, "Block.part = 'head': of images"),
+        (
+            {"model": IMAGES, "part": "head", "form": "0.rest"},
+            "Block.part = 'head': must be layer for an image",
+        ),
         ({"model": GPT, "form": "0.rest"}, "Block.form = '0.rest': must be one of "),
     ],
 )

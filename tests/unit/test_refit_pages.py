@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import meshwise
 from meshwise import store
 from meshwise.cli import app
 from meshwise.pages import refit as page
@@ -223,13 +224,19 @@ def test_renumbered_ranks_of_tp2_to_tp4_need_no_wire(dry):
     assert summary["with --place"] == "0 between ranks, 8.03 GB less"
 
 
+@pytest.mark.parametrize("name", ["train", "infer", "sizes"])
+def test_a_degree_or_size_that_does_not_exist_is_named(name):
+    with pytest.raises(ValueError, match=f"{name}: 'cpp' is not one of .*(ep|ffn), "):
+        meshwise.refit("tp2-tp1", dry_run=True, **{name: {"cpp": 2}})
+
+
 def test_a_dry_run_tells_the_share_of_a_step_and_what_it_does_not_know(dry):
     assert (
         dict(page.forecasts([dry], 2.0)[0].rows)["of a step"] == "0.538 % of 2.00 s, as predicted"
     )
     op = msgspec.structs.replace(dry.op, changed=0.02)
     rows = dict(page.forecasts([msgspec.structs.replace(dry, op=op)])[0].rows)
-    assert "of a whole refit" in rows["with --delta"] and "of a step" not in rows
+    assert "for a whole refit" in rows["with --delta"] and "of a step" not in rows
 
 
 def test_a_placed_dry_run_shows_the_permutation(capsys):
@@ -355,11 +362,11 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
         ("", "nothing to refit: give --scenario"),
         ("--scenario tp2tp4", "did you mean tp2-tp4"),
         ("--scenario tp2-tp4 --figure x.svg", "add --dry-run"),
-        ("--scenario tp2-tp4 --step-time never", "step_time = 'never': is not under"),
-        ("--scenario tp2-tp4 --step-time 1e400s", "step_time = '1e400s': is too large"),
+        ("--scenario tp2-tp4 --step-time never", "--step-time = 'never': is not under"),
+        ("--scenario tp2-tp4 --step-time 1e400s", "--step-time = '1e400s': is too large"),
         ("--scenario tp2-tp4 --timeout soon", "timeout = 'soon': is not understood"),
         ("--scenario tp2-tp4 --bf16 --fp16", "--bf16 and --fp16: give one"),
-        ("--scenario tp2-tp4 --num-layers 0 --dry-run", "num_layers = 0: must be >= 1"),
+        ("--scenario tp2-tp4 --num-layers 0 --dry-run", "--num-layers = 0: must be >= 1"),
         ("--scenario tp2-tp4 --rate fast --dry-run", "rate = 'fast': must be bytes a second"),
         ("--scenario tp2-tp4 --rate 1e400GB/s --dry-run", "rate = '1e400GB/s': must be bytes"),
         ("--scenario tp2-tp4 --cap 1e400", "cap = '1e400': is too large"),
@@ -370,13 +377,13 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
         ("--scenario tp2-tp4 --delta --atomic", "atomic = True: does not go with --delta"),
         ("--scenario tp2-tp1 --ffn-hidden-size 63 --dry-run", "tp = 2: must divide the model's"),
         ("--scenario tp2-tp1 --nproc 5000 --dry-run", "nproc = 5000: must be at most 4096 ranks"),
-        ("--scenario tp2-tp1 --hidden-size 100000000", "hidden_size = 100000000: must be >= 1 and"),
+        ("--scenario tp2-tp1 --hidden-size 100000000", "--hidden-size = 100000000: must be >= 1"),
         ("--scenario tp2-tp1 --hidden-size 16777216 --dry-run", "must be at most 1024 TiB"),
         ("--scenario tp2-tp4 --nproc 6 --dry-run", "nproc = 6: must be a multiple of 2"),
         ("--scenario tp2-tp4 --num-benchmark-iterations 0", "must be >= 1"),
         ("--scenario tp2-tp4 --timeout 0s", "timeout = '0s': must be some time"),
         ("--scenario tp2-tp4 --delta --changed 2", "changed = 2.0: must be a share"),
-        ("--scenario tp2-tp4 --changed 0.5", "changed = 0.5: is of what --delta sends; add"),
+        ("--scenario tp2-tp4 --changed 0.5", "--changed = 0.5: only --delta sends changed"),
         ("--scenario tp2-tp4 --fp32 --fp16", "--fp16 and --fp32: give one"),
         ("--scenario tp2-tp4 --cluster none.toml --dry-run", "none.toml does not exist"),
         ("--tensor-model-parallel-size 3 --dry-run", "must divide the model's heads = 8"),

@@ -118,7 +118,7 @@ class TestGemm:
 
     def test_a_report_of_no_model_is_refused_before_ranks_start(self, capsys):
         assert measure("gemm --square 64 --report-dir-path out") == 2
-        said = "report_dir_path = 'out': its files are of models; give --model or --model-config-"
+        said = "--report-dir-path = 'out': its files list models; give --model or --model-config-"
         assert said in capsys.readouterr().err
         assert not Path("runs").exists()
 

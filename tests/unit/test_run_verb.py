@@ -11,6 +11,7 @@ import pytest
 import meshwise
 from meshwise import store
 from meshwise.cli.app import main
+from meshwise.launcher import Job
 from meshwise.models import catalogue, num_parameters, placement
 from meshwise.options.run import RunOptions, Suite
 from meshwise.pages import html, steps, table, tables
@@ -19,7 +20,7 @@ from meshwise.pages.steps import result
 from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNet, Workload
 from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import apply as apply_verb
-from meshwise.verbs import given, job
+from meshwise.verbs import given
 from meshwise.verbs.suite import listed, run_suite, swept
 from tests import sample_records as known
 from tests.sample_records import IMAGES, LLAMA, MOE
@@ -100,7 +101,7 @@ class TestGivenPlans:
             (LLAMA, {"layout": '{"dq": 8}'}, "unknown field `dq`"),
             (LLAMA, {"layout": "{dp: 8}"}, "is not JSON"),
             (LLAMA, {"layout": '{"dp": 2}', "global_batch_size": 5}, "make them equal"),
-            (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "the layout dp2 mb1x1 is of 2 ranks"),
+            (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "the layout dp2 mb1x1 has 2 ranks"),
             (LLAMA, {"global_batch_size": 6}, "must be a multiple of the 4 devices"),
             (LLAMA, {"seq_len": 128}, "Workload.seq_len = 128: must be <= max_seq_len = 64"),
             (LLAMA, {"dtype": "fp8"}, "dtype = 'fp8': must be one of bf16, fp32"),
@@ -109,7 +110,7 @@ class TestGivenPlans:
             (MOE, {"layout": '{"cp": 3}'}, "Layout.cp = 3: must divide seq_len"),
             (IMAGES, {"layout": '{"tp": 3}'}, "channels * width_factor = 8"),
             (IMAGES, {"layout": '{"cp": 2}'}, "images have no sequence to share"),
-            (IMAGES, {"seq_len": 2}, "of images it is 1"),
+            (IMAGES, {"seq_len": 2}, "image models have no sequence"),
             ("moe-1.3", {}, "did you mean moe-1.3b?"),
         ],
     )
@@ -148,7 +149,7 @@ def test_every_family_of_the_catalogue_has_its_size():
     billions = {"moe-380m": 0.3835, "moe-1.3b": 1.3468, "moe-140b": 139.15, "wresnet-1b": 1.00565}
     for name, size in billions.items():
         assert num_parameters(catalogue.find_any(name)) / 1e9 == pytest.approx(size, rel=0.01)
-    with pytest.raises(ValueError, match="is of images; name a language model"):
+    with pytest.raises(ValueError, match="is an image model; name a language model"):
         catalogue.find("wresnet-1b")
 
 
@@ -157,9 +158,9 @@ class TestRun:
         ("arguments", "message"),
         [
             ("run plan.json --model gpt-30m", "plan.json is a plan and has its model"),
-            ("run --seq-len 8", "seq_len = 8: a plan has its own; give it with --model"),
-            ("run --model gpt-30m --save-every 2", "save_every = 2: there is no folder"),
-            ("run --model gpt-30m --mode infer --check", "check: is of training"),
+            ("run --seq-len 8", "--seq-len = 8: a plan has its own; give it with --model"),
+            ("run --model gpt-30m --save-every 2", "--save-every = 2: there is no folder"),
+            ("run --model gpt-30m --mode infer --check", "--check: only training has it"),
             ("run --model gpt-30m --steps 0", "steps = 0: must be >= 1"),
             ("run --model gpt-30m --resume-from none", "checkpoint.json does not exist"),
             (
@@ -168,7 +169,7 @@ class TestRun:
             ),
             ("run --model wresnet-1b --data a.bin", "images are random numbers here"),
             ("run --model wresnet-1b --mode decode", "images have no next token"),
-            ("run --model gpt-30m --mode decode --new-tokens 1", "new_tokens = 1: must be >= 2"),
+            ("run --model gpt-30m --mode decode --new-tokens 1", "--new-tokens = 1: must be >= 2"),
             ("run --suite gpt.perf_tes_auto", "did you mean gpt.perf_test_auto?"),
             ("run --suite unet.perf_test_auto", "UNet is not built"),
             ("run --suite gpt.grid_search_auto", "the search is not built yet"),
@@ -179,7 +180,7 @@ class TestRun:
             ("run --suite gpt.perf_test_manual --num-hosts 2", "give both"),
             (
                 "run --suite gpt.perf_test_manual --num-hosts 2 --num-devices-per-host 2",
-                "num_hosts = 2: start this command on every host with torchrun or srun",
+                "--num-hosts = 2: start this command on every host with torchrun or srun",
             ),
             ("run --suite gpt.perf_test_manual --gpus 8", "cluster 'here' has 4 devices"),
             (
@@ -197,11 +198,23 @@ class TestRun:
             ),
             ("run --suite gpt.grid_search_auto --dry-run", "the search is not built yet"),
             ("run --sweep moe_inference --niter 3 --dry-run", "leave out --niter\n"),
-            ("run --model gpt-30m --niter 3", "niter: is of suites; leave it out, or give --suite"),
-            ("run --scale-to-fit", "scale_to_fit: is of suites"),
-            ("run --model gpt-30m --in-flight 4", "in_flight: is of inference; leave it out"),
-            ("run --model gpt-30m --new-tokens 8", "new_tokens: is of decoding; leave it out"),
-            ("run --model gpt-30m --mode infer --new-tokens 8", "new_tokens: is of decoding"),
+            (
+                "run --model gpt-30m --niter 3",
+                "--niter: only suites have it; give --suite or --sweep",
+            ),
+            ("run --scale-to-fit", "--scale-to-fit: only suites have it; give --suite"),
+            (
+                "run --model gpt-30m --in-flight 4",
+                "--in-flight: only inference has it; leave it out",
+            ),
+            (
+                "run --model gpt-30m --new-tokens 8",
+                "--new-tokens: only decoding has it; leave it out",
+            ),
+            (
+                "run --model gpt-30m --mode infer --new-tokens 8",
+                "--new-tokens: only decoding has it",
+            ),
             ("run --model gpt-30m --mode decode --steps 8", "steps: decoding counts tokens"),
             ("run --sweep gtp", "sweep = 'gtp': must be one of gpt, moe"),
         ],
@@ -330,7 +343,7 @@ class TestSuites:
         assert not lines
 
     def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):
-        monkeypatch.setattr(job, "starts", lambda: False)
+        monkeypatch.setattr(Job, "here", lambda: Job(launched=True))
         with pytest.raises(ValueError, match="local: starts the ranks on this host alone"):
             run_suite("gpt.perf_test_manual", Suite(local=True))
 

@@ -371,7 +371,10 @@ def test_the_command_line_prints_one_document(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "fix"),
-    [(["--scaling", "nowhere"], "measure ring"), (["--output-dir", "x"], "is of --scaling")],
+    [
+        (["--scaling", "nowhere"], "measure ring"),
+        (["--output-dir", "x"], "--output-dir = 'x': only --scaling"),
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, arguments, fix):
     monkeypatch.chdir(tmp_path)

@@ -69,13 +69,13 @@ def test_a_list_is_sorted_and_each_size_comes_once(sizes):
         ("8..64:2", "a range is"),
         ("8..64:xtwo", "a range is"),
         ("8..64:+0", "a range is"),
-        ("8..64:+x", "size 'x' is not understood; write it like 8, 64K"),
+        ("8..64:+x", "sizes = 'x': is not understood; write it like 8, 64K"),
         ("0", "sizes = '0': every size must be 1 byte to 1024T"),
         ("8,,16", "sizes = '8,,16': a size is missing"),
-        ("many", "size 'many' is not understood"),
-        ("8..", "size '' is not understood"),
+        ("many", "sizes = 'many': is not understood"),
+        ("8..", "sizes = '': is not understood"),
         ("", "sizes = '': a size is missing"),
-        ("-8", "size '-8' is not understood"),
+        ("-8", "sizes = '-8': is not understood"),
     ],
 )
 def test_what_is_not_understood_is_named_in_one_line(text, message):

@@ -373,7 +373,7 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
         ),
         (
             lambda: attention(2, 4, causal=False, window=2),
-            "Attention.window = 2: a window is of causal attention; set causal",
+            "Attention.window = 2: only causal attention has a window; set causal",
         ),
         (
             lambda: Collective(kind="send", size_bytes=8, group_size=2, ranks=(1,)),

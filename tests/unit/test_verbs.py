@@ -18,7 +18,7 @@ from meshwise.files import read_bytes
 from meshwise.launcher import Job
 from meshwise.patience import Patience
 from meshwise.spec import Cluster, RunInfo, Sample
-from meshwise.verbs import files, world
+from meshwise.verbs import files, ring, world
 from meshwise.verbs import measure as measuring
 from meshwise.verbs.recording import Recording
 from tests import sample_records as known
@@ -156,7 +156,7 @@ class TestMeasure:
         "start",
         [
             lambda: meshwise.measure(nproc=2),
-            lambda: meshwise.verbs.ring.asked(nproc=2, mode="quick"),
+            lambda: ring.asked(nproc=2, mode="quick"),
             lambda: measuring.place("cluster.toml", 2, keep=True),
         ],
     )
@@ -190,6 +190,21 @@ class TestMeasure:
         assert {case.op.model.hidden for case in blocks} == {768}
         assert {case.lowering for case in blocks} == {"compiled"}
 
+    @pytest.mark.parametrize(
+        ("what", "odd"),
+        [("profile", {"model": 5}), ("gemm", {"configs": {"a": 1}}), ("attention", {"shapes": 1.5}),
+         ("collectives", {"plan": 5}), ("collectives", {"splits": [4]}),
+         ("collectives", {"ranks": {"a": 1}}), ("collectives", {"sizes": [4096]})],
+    )  # fmt: skip
+    def test_a_value_that_is_no_such_thing_is_refused_by_its_field(self, started, what, odd):
+        ((name, value),) = odd.items()
+        with pytest.raises(ValueError, match=re.escape(f"{name} = {value!r}: ")):
+            meshwise.measure(what, nproc=2, dry_run=True, **odd)
+
+    def test_one_size_and_one_rank_may_stand_alone(self, started):
+        one = meshwise.measure("collectives", nproc=2, ranks=1, sizes=4096, dry_run=True)
+        assert {case.op.ranks for case, _ in one} == {(1,)}
+
     def test_resume_continues_without_repeating(self, started):
         store.write("cluster.toml", known.CPUS)
         first = meshwise.measure()
@@ -197,9 +212,11 @@ class TestMeasure:
         store.append(
             first, Sample(case_id=failed.id, case=failed, status="error", reason="a hiccup")
         )
+        done = {case.id for case in started[0][1].cases[:3]}
+        left = [case.id for case, _ in meshwise.measure(resume=True, dry_run=True)]
+        assert left == [case.id for case in started[0][1].cases if case.id not in done]
         second = meshwise.measure(resume=True)
         assert second == first
-        done = {case.id for case in started[0][1].cases[:3]}
         assert set(started[1][1].skip) == done  # and the failed case is tried again
         lines = Path(first, "samples.jsonl").read_text().splitlines()
         ids = [msgspec.json.decode(line)["case_id"] for line in lines]
@@ -553,7 +570,7 @@ class TestRun:
 
     def test_a_plan_for_gpus_on_a_machine_without(self, started):
         store.write("gpu.json", known.plan())
-        with pytest.raises(ValueError, match="is of 'Accelerator X', but here is no GPU"):
+        with pytest.raises(ValueError, match="describes 'Accelerator X', but here is no GPU"):
             meshwise.run("gpu.json")
         assert not started and len(store.runs_of("runs", "run")) == 0
 

@@ -57,7 +57,9 @@ def derived(scope: Scope, asked: AttentionOptions) -> list[Derived]:
     backends, directions = asked.backends or BACKENDS, asked.directions or DIRECTIONS
     sizes = asked.microbatch_sizes or (1,)
     if windows and not asked.causal:
-        raise ValueError(f"windows = {windows}: a window is of causal attention; leave causal on")
+        raise ValueError(
+            f"windows = {windows}: only causal attention has a window; leave causal on"
+        )
     if unknown := set(backends) - set(BACKENDS):
         known = ", ".join(filter(None, BACKENDS))
         raise ValueError(f"backends = {', '.join(sorted(unknown))}: must be of {known}")

@@ -86,11 +86,20 @@ def _check(scope: Scope, asked: CollectivesOptions) -> None:
     }  # fmt: skip
     kinds = _kinds(asked)
     is_uneven = sized["splits"] or sized["tables"]
-    has_own_kinds = is_uneven or asked.model or asked.primus_lists
-    _check_alone(**sized, kinds=kinds != KINDS and not has_own_kinds)
+    of_models = bool(asked.model or asked.primus_lists)
+    _check_alone(**sized)
     _check_alone(groups=asked.groups > 1, ranks=bool(asked.ranks), plan=asked.plan is not None)
-    if asked.sizes is not None and (has_own_kinds or asked.plan):
+    _check_alone(groups=asked.groups > 1, pairs=asked.pairs)
+    own = [name for name, said in sized.items() if said]
+    others = [kind for kind in asked.kinds if not (is_uneven and kind == "all_to_all_v")]
+    if own and others and not of_models:
+        told = f"{own[0]} says which collectives are measured"
+        raise ValueError(f"kinds = {', '.join(others)}: {told}; leave one of them out")
+    if asked.sizes is not None and own and not asked.pairs:
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
+    if (asked.seq_len or asked.microbatch_sizes) and not of_models:
+        name = "seq_len" if asked.seq_len else "microbatch_sizes"
+        raise ValueError(f"{name}: only the exchanges of a model depend on it; name one by model")
     if unknown := set(asked.backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
@@ -231,7 +240,7 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     return [msgspec.structs.replace(op, in_place=place) for place in in_place]
 
 
-def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:
+def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | int | None) -> list[Collective]:
     if sizes is None:
         sizes = "64M" if scope.on_gpus else "1M"
     if len(ranks) < 2:

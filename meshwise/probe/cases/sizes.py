@@ -17,10 +17,10 @@ def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dty
     return size_bytes - size_bytes % (DTYPE_BYTES[dtype] * (1 if kind in WHOLE else group_size))
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
+def parse_sizes(given: str | float) -> tuple[int, ...]:
     """Return sizes in bytes, ascending. ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M``
     adds, and ``64K,1M`` lists. A range without a step doubles; ``8-8G`` is a range too."""
-    found: set[int] = set()
+    text, found = str(given), set[int]()
     for item in text.split(","):
         if not item.strip():
             raise ValueError(
@@ -28,10 +28,12 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             )
         low, dots, rest = re.sub(r"^(\s*\w+)-", r"\1..", item).partition("..")
         if not dots:
-            found.add(parse_bytes(item))
+            found.add(parse_bytes(item, "sizes"))
             continue
         high, _, step = rest.partition(":")
-        found.update(_steps(text, parse_bytes(low), parse_bytes(high), step or "x2"))
+        found.update(
+            _steps(text, parse_bytes(low, "sizes"), parse_bytes(high, "sizes"), step or "x2")
+        )
     if min(found) < 1 or max(found) > _LARGEST:
         raise ValueError(f"sizes = {text!r}: every size must be 1 byte to 1024T")
     return tuple(sorted(found))
@@ -39,7 +41,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def _steps(text: str, low: int, high: int, step: str) -> list[int]:
     factor = float(step[1:]) if re.fullmatch(r"x\d+(\.\d+)?", step) else 0.0
-    added = parse_bytes(step[1:]) if step.startswith("+") else 0
+    added = parse_bytes(step[1:], "sizes") if step.startswith("+") else 0
     if low > high or low < 1 or (factor <= 1 and added < 1):
         raise ValueError(
             f"sizes = {text!r}: a range is LOW..HIGH:xFACTOR or LOW..HIGH:+BYTES with "
