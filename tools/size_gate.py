@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_200,
+    "cli": 1_229,
     "engine": 3_235,
     "fit": 312,
     "launch": 682,
-    "models": 4_698,
+    "models": 4_702,
     "nn": 1_362,
-    "options": 902,
-    "pages": 5_572,
+    "options": 920,
+    "pages": 5_582,
     "parallel": 3_166,
     "prices": 837,
-    "probe": 6_304,
+    "probe": 6_317,
     "reshard": 5_094,
     "search": 2_520,
     "spec": 2_908,
     "suites": 1_003,
-    "verbs": 3_562,
-    "": 4_107,  # modules beside the rooms
+    "verbs": 3_593,
+    "": 4_108,  # modules beside the rooms
 }
 
 
