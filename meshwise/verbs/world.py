@@ -1,4 +1,4 @@
-"""How many ranks a verb starts, where they meet, and whether this machine can hold them."""
+"""Ranks of a verb: how many it starts, where they meet, and whether this machine can hold them."""
 
 import os
 from typing import TYPE_CHECKING
