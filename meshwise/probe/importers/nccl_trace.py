@@ -13,7 +13,15 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import KINDS, Found, kind_named, listed, warning
+from meshwise.probe.importers.found import (
+    KINDS,
+    Found,
+    kind_named,
+    line_at,
+    lines_of,
+    listed,
+    warning,
+)
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Collective, Sample
 from meshwise.spec.op import WHOLE
 
@@ -61,8 +69,8 @@ def calls(text: str) -> list[Traced]:
 def torn(text: str) -> list[str]:
     """List the lines with calls that cannot be read."""
     return [
-        f"line {number}"
-        for number, line in enumerate(text.split("\n"), 1)
+        where
+        for where, line in lines_of(text)
         if line.count(MARK) > sum(1 for _ in CALL.finditer(line))
     ]
 
@@ -96,21 +104,21 @@ def _in_place(call: Traced, sent: str, received: str) -> bool:
     return rest == 0 and 0 <= place < (call.num_ranks or call.device + 1)
 
 
-def read(text: str, name: str, cluster: Cluster | None) -> Found:
+def read(text: str, cluster: Cluster | None) -> Found:
     """Return the distinct calls of a log. If a line is cut off before its communicator's size, take
     it from the rest of the log or from ``cluster``."""
     found, lost = calls(text), torn(text)
     if not found:
-        raise ValueError(f"{name}: {len(lost)} calls of collectives, all cut off before the root")
+        raise ValueError(f"{len(lost)} calls of collectives, all cut off before the root")
     warnings = warning(lost, "lines of calls cannot be read")
-    sizes = _sizes(text, found, name)
+    sizes = _sizes(text, found)
     found = [
         call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
         for call in found
     ]
     largest = max([*sizes.values(), *(call.num_ranks for call in found)])
     if unknown := sum(not call.num_ranks for call in found):
-        taken, why = _taken(found, name, largest, cluster)
+        taken, why = _taken(found, largest, cluster)
         found = [call._replace(num_ranks=call.num_ranks or taken) for call in found]
         warnings.append(
             f"{unknown} calls do not say how many ranks took part: taken as {taken}, {why}"
@@ -133,7 +141,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         kinds = listed([f"{count} of {what}" for what, count in left_out.items()])
         warnings.append(f"{sum(left_out.values())} calls left out: {kinds}")
     if not samples:
-        raise ValueError(f"{name}: no call has a counterpart here: {warnings[-1]}")
+        raise ValueError(f"no call has a counterpart here: {warnings[-1]}")
     return Found(
         tool="NCCL trace",
         size_kind="count of elements, of a rank for all_gather and reduce_scatter; ours is the "
@@ -146,25 +154,23 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
     )
 
 
-def _sizes(text: str, found: list[Traced], name: str) -> dict[tuple[int, str], int]:
+def _sizes(text: str, found: list[Traced]) -> dict[tuple[int, str], int]:
     """Return the number of ranks of each process' communicators."""
     sizes: dict[tuple[int, str], int] = {}
     silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
     for match in _INIT.finditer(text):
         key, size = (int(match["pid"]), match["comm"]), int(match["ranks"])
         if key in silent and sizes.get(key, size) != size:  # made twice, or another job's
-            number = text.count("\n", 0, match.start()) + 1
             raise ValueError(
-                f"{name}: comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and "
-                f"{size} at line {number}, and calls that do not say which; split the file there"
+                f"comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and {size} at "
+                f"{line_at(text, match.start())}, and calls that do not say which; split the file "
+                "there"
             )
         sizes[key] = size
     return sizes
 
 
-def _taken(
-    found: list[Traced], name: str, largest: int, cluster: Cluster | None
-) -> tuple[int, str]:
+def _taken(found: list[Traced], largest: int, cluster: Cluster | None) -> tuple[int, str]:
     """Choose the number of ranks of calls whose lines do not say it, and give the reason."""
     if largest > 1:
         return largest, "the largest communicator in the log"
@@ -172,7 +178,7 @@ def _taken(
         return cluster.num_devices, "the devices of the cluster"
     seen = len({(call.pid, call.device) for call in found})
     if seen < 2:
-        raise ValueError(f"{name}: does not say how many ranks took part; give --cluster")
+        raise ValueError("does not say how many ranks took part; give --cluster")
     return seen, (
         "so many processes made calls; of more ranks the messages are larger: give --cluster then"
     )

@@ -20,8 +20,8 @@ _UNITS = {8.0: "Gbit/s", 1 / 1.073741824: "GiB/s", 1000.0: "MB/s", 0.001: "TB/s"
 _Series = list[list[Printed]]  # each list: rows with ``printed`` that differ only in size
 
 
-def warnings_of(tables: Sequence[Sequence[Printed]], source: str) -> list[str]:
-    """Return a warning for all that is suspicious in one file. ``source``: its name, for errors."""
+def warnings_of(tables: Sequence[Sequence[Printed]]) -> list[str]:
+    """Return a warning for all that is suspicious in one file."""
     found: dict[tuple[object, ...], list[Printed]] = {}
     for number, rows in enumerate(tables):
         for row in rows:
@@ -30,7 +30,7 @@ def warnings_of(tables: Sequence[Sequence[Printed]], source: str) -> list[str]:
                 found.setdefault(key, []).append(row)
     series = list(found.values())
     doubts = (_constant, _descending, _quantised)
-    return [text for doubt in doubts for text in doubt(series)] + _unrelated(series, source)
+    return [text for doubt in doubts for text in doubt(series)] + _unrelated(series)
 
 
 def _op(row: Printed) -> Collective:
@@ -82,7 +82,7 @@ def _digits(text: str) -> int:
     return len(re.sub(r"[^0-9]", "", mantissa).lstrip("0"))
 
 
-def _unrelated(series: _Series, source: str) -> list[str]:
+def _unrelated(series: _Series) -> list[str]:
     """Warn of bandwidths that differ from size / time by more than rounding."""
     wrong = []
     for rows in series:
@@ -103,7 +103,7 @@ def _unrelated(series: _Series, source: str) -> list[str]:
         if len(units) > 1:
             said = ", ".join(f"{unit} from {where}" for unit, where in units.items())
             raise ValueError(
-                f"{source}: {rows[0].series}: bandwidths in mixed units ({said}); split the file"
+                f"{rows[0].series}: bandwidths in mixed units ({said}); split the file"
             )
     said = f"busbw does not follow from size and time in {len(wrong)} rows: {listed(wrong)}"
     return [said] * bool(wrong)
