@@ -1,13 +1,14 @@
 """Draw a scaling benchmark: three files of panels, and a page with the same panels.
 
-A panel paints one set of axes; its docstring is its caption on the page. Cells without a time are
-hatched and give the reason. If nothing was measured, a sentence replaces the plot, never a zero.
+Cells without a time are hatched and give the reason. If nothing was measured, a sentence replaces
+the plot, never a zero.
 """
 
 import math
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.pages import html, scaling, svg
 from meshwise.pages.scaling import FAILED, TITLE, Scaling, ScalingRow, rate, subtitle
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 Value = Callable[[ScalingRow], float | None]
 _MARKERS = "osD^vPX*<>"
 _MOST_BARS = 12  # above, numbers over bars would hide each other
+
+
+class Panel(NamedTuple):
+    """One set of axes: its title, its caption on the page, and what paints it."""
+
+    title: str
+    caption: str
+    paint: Callable[["Axes", Scaling], None]
 
 
 def lines(axes: "Axes", found: Scaling, value: Value, *, over_lengths: bool = False) -> bool:
@@ -108,9 +117,12 @@ def log_limits(axes: "Axes") -> tuple[float, float]:
 # ---- lines over ring sizes
 
 
+@partial(
+    Panel,
+    "Throughput",
+    "Tokens a second of one ring; dashed: one rank's times the ring size.",
+)
 def throughput(axes: "Axes", found: Scaling) -> None:
-    """Tokens a second of one ring; dashed: one rank's times the ring size."""
-    axes.set_title("Throughput")
     if not lines(axes, found, lambda row: row.result.throughput_tokens_per_sec):
         return say(axes, "no case has a time")
     dashed, sizes = "", found.measured_rings
@@ -126,9 +138,8 @@ def throughput(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
+@partial(Panel, "Speedup over one rank", "Speedup over one rank at the same length.")
 def speedup(axes: "Axes", found: Scaling) -> None:
-    """Speedup over one rank at the same length."""
-    axes.set_title("Speedup over one rank")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.speedup):
         return say(axes, _no_scaling(found))
@@ -141,9 +152,8 @@ def speedup(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
+@partial(Panel, "Strong efficiency", "Speedup over ring size.")
 def efficiency(axes: "Axes", found: Scaling) -> None:
-    """Speedup over ring size."""
-    axes.set_title("Strong efficiency")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.strong and 100 * row.strong):
         return say(axes, _no_scaling(found))
@@ -153,9 +163,12 @@ def efficiency(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
+@partial(
+    Panel,
+    "Communication",
+    "Isolated and exposed time; over each pair the exposed share of the step.",
+)
 def communication(axes: "Axes", found: Scaling) -> None:
-    """Isolated and exposed time; over each pair the exposed share of the step."""
-    axes.set_title("Communication")
     rings = [ring for ring in found.measured_rings if ring > 1]
     rows = [row for row in found.measured if row.result.ring_size in rings]
     if not rows:
@@ -186,9 +199,12 @@ def _taller(row: ScalingRow) -> float:
 # ---- memory over lengths
 
 
+@partial(
+    Panel,
+    "Peak memory of a rank",
+    "Peak of a rank. Crosses at the top are lengths that did not fit.",
+)
 def memory(axes: "Axes", found: Scaling) -> None:
-    """Peak of a rank. Crosses at the top are lengths that did not fit."""
-    axes.set_title("Peak memory of a rank")
     if not lines(axes, found, lambda row: row.result.peak_gb, over_lengths=True):
         return say(axes, _no_memory(found))
     low, high = log_limits(axes)
@@ -209,9 +225,12 @@ def memory(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
+@partial(
+    Panel,
+    "Tokens held by a GB",
+    "Tokens of the batch over the peak of one rank: flat where memory grows with the length.",
+)
 def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
-    """Tokens of the batch over the peak of one rank: flat where memory grows with the length."""
-    axes.set_title("Tokens held by a GB")
     if not lines(axes, found, lambda row: row.tokens_per_gb, over_lengths=True):
         return say(axes, _no_memory(found))
     axes.set_ylim(0, 1.15 * max(row.tokens_per_gb or 0 for row in found.rows))
@@ -223,26 +242,30 @@ def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
 # ---- maps of length and ring size
 
 
+@partial(
+    Panel,
+    "Time, ms (bright: better)",
+    "Time of a step of the slowest rank; bright is better.",
+)
 def time_map(axes: "Axes", found: Scaling) -> None:
-    """Time of a step of the slowest rank; bright is better."""
-    axes.set_title("Time, ms (bright: better)")
     map_(axes, found, lambda row: row.result.time_ms, _three_digits,
         logarithmic=True, less_is_better=True)  # fmt: skip
 
 
+@partial(
+    Panel,
+    "Throughput, tokens/s (bright: better)",
+    "Tokens a second of one ring; bright is better.",
+)
 def throughput_map(axes: "Axes", found: Scaling) -> None:
-    """Tokens a second of one ring; bright is better."""
-    axes.set_title("Throughput, tokens/s (bright: better)")
     map_(axes, found, lambda row: row.result.throughput_tokens_per_sec, rate)
 
 
+@partial(Panel, "Strong efficiency, % (bright: better)", "Strong efficiency; bright is better.")
 def efficiency_map(axes: "Axes", found: Scaling) -> None:
-    """Strong efficiency; bright is better."""
-    axes.set_title("Strong efficiency, % (bright: better)")
     map_(axes, found, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
 
 
-Panel = Callable[["Axes", Scaling], None]
 FILES: dict[str, tuple[Panel, ...]] = {
     "scaling_efficiency_analysis.png": (throughput, speedup, efficiency, communication),
     "memory_analysis.png": (memory, tokens_per_gb),
@@ -261,12 +284,16 @@ def png(name: str, found: Scaling) -> bytes:
 
 
 def figure(panel: Panel, found: Scaling) -> svg.Figure:
-    """Draw a panel for the page, with its docstring as the caption."""
-    return svg.draw((panel.__doc__ or "").strip(), _of(panel, found))
+    """Draw a panel for the page."""
+    return svg.draw(panel.caption, _of(panel, found))
 
 
 def _of(panel: Panel, found: Scaling) -> svg.Paint:
-    return lambda axes: panel(axes, found)
+    def paint(axes: "Axes") -> None:
+        axes.set_title(panel.title)
+        panel.paint(axes, found)
+
+    return paint
 
 
 def page(found: Scaling) -> str:
