@@ -41,6 +41,7 @@ _INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 .
     r"nranks (?P<ranks>\d{1,7})",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
 DATATYPES = (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16",
     "fp8", "fp8",
@@ -203,5 +204,18 @@ def _case(call: Traced, world: int) -> Case | str:
 
 
 def without_host(text: str) -> str:
-    """Return only the calls of a log's lines, without the host's name before them."""
-    return "".join(f"{match[0]}\n" for match in CALL.finditer(text))
+    """Return only the calls of a log's lines, without the host's name before them and without
+    addresses of memory: communicators are numbered, and buffers only tell whether they are one."""
+    numbers: dict[str, str] = {}
+    return "".join(f"{_without_addresses(match, numbers)}\n" for match in CALL.finditer(text))
+
+
+def _without_addresses(match: re.Match[str], numbers: dict[str, str]) -> str:
+    call, part = _call(match), "0x1"  # the smaller buffer lies before the larger one, or in it
+    whole = part if call.in_place else "0x2"
+    send, receive = (part, whole) if call.kind == "all_gather" else (whole, part)
+    known = {match.start("send"): send, match.start("receive"): receive}
+    if match["comm"]:
+        number = numbers.setdefault(match["comm"], hex(len(numbers) + 1))
+        known[match.start("comm")] = number
+    return _ADDRESS.sub(lambda one: known.get(match.start() + one.start(), "0x0"), match[0])
