@@ -22,7 +22,7 @@ _MARKERS = "osD^vPX*<>"
 _MOST_BARS = 12  # above, numbers over bars would hide each other
 
 
-class Panel(NamedTuple):
+class ScalingPanel(NamedTuple):
     """One set of axes: its title, its caption on the page, and what paints it."""
 
     title: str
@@ -118,7 +118,7 @@ def log_limits(axes: "Axes") -> tuple[float, float]:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Throughput",
     "Tokens a second of one ring; dashed: one rank's times the ring size.",
 )
@@ -138,7 +138,7 @@ def throughput(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(Panel, "Speedup over one rank", "Speedup over one rank at the same length.")
+@partial(ScalingPanel, "Speedup over one rank", "Speedup over one rank at the same length.")
 def speedup(axes: "Axes", found: Scaling) -> None:
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.speedup):
@@ -152,7 +152,7 @@ def speedup(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(Panel, "Strong efficiency", "Speedup over ring size.")
+@partial(ScalingPanel, "Strong efficiency", "Speedup over ring size.")
 def efficiency(axes: "Axes", found: Scaling) -> None:
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.strong and 100 * row.strong):
@@ -164,7 +164,7 @@ def efficiency(axes: "Axes", found: Scaling) -> None:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Communication",
     "Isolated and exposed time; over each pair the exposed share of the step.",
 )
@@ -200,7 +200,7 @@ def _taller(row: ScalingRow) -> float:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Peak memory of a rank",
     "Peak of a rank. Crosses at the top are lengths that did not fit.",
 )
@@ -226,7 +226,7 @@ def memory(axes: "Axes", found: Scaling) -> None:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Tokens held by a GB",
     "Tokens of the batch over the peak of one rank: flat where memory grows with the length.",
 )
@@ -243,7 +243,7 @@ def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Time, ms (bright: better)",
     "Time of a step of the slowest rank; bright is better.",
 )
@@ -253,7 +253,7 @@ def time_map(axes: "Axes", found: Scaling) -> None:
 
 
 @partial(
-    Panel,
+    ScalingPanel,
     "Throughput, tokens/s (bright: better)",
     "Tokens a second of one ring; bright is better.",
 )
@@ -261,12 +261,14 @@ def throughput_map(axes: "Axes", found: Scaling) -> None:
     map_(axes, found, lambda row: row.result.throughput_tokens_per_sec, rate)
 
 
-@partial(Panel, "Strong efficiency, % (bright: better)", "Strong efficiency; bright is better.")
+@partial(
+    ScalingPanel, "Strong efficiency, % (bright: better)", "Strong efficiency; bright is better."
+)
 def efficiency_map(axes: "Axes", found: Scaling) -> None:
     map_(axes, found, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
 
 
-FILES: dict[str, tuple[Panel, ...]] = {
+FILES: dict[str, tuple[ScalingPanel, ...]] = {
     "scaling_efficiency_analysis.png": (throughput, speedup, efficiency, communication),
     "memory_analysis.png": (memory, tokens_per_gb),
     "performance_heatmaps.png": (time_map, throughput_map, efficiency_map),
@@ -283,12 +285,12 @@ def png(name: str, found: Scaling) -> bytes:
     return svg.png(title, panels, columns=columns, width=width, height=height)
 
 
-def figure(panel: Panel, found: Scaling) -> svg.Figure:
+def figure(panel: ScalingPanel, found: Scaling) -> svg.Figure:
     """Draw a panel for the page."""
     return svg.draw(panel.caption, _of(panel, found))
 
 
-def _of(panel: Panel, found: Scaling) -> svg.Paint:
+def _of(panel: ScalingPanel, found: Scaling) -> svg.Paint:
     def paint(axes: "Axes") -> None:
         axes.set_title(panel.title)
         panel.paint(axes, found)
