@@ -27,9 +27,9 @@ from meshwise.reshard.holdings import Holdings
 from meshwise.reshard.transports import carriers, peers
 from meshwise.reshard.transports.copies import DTYPES, copier
 from meshwise.reshard.transports.direct import Direct
-from meshwise.reshard.transports.job import Job, written
+from meshwise.reshard.transports.job import PROGRAMS, Job, Transport, written
 from meshwise.reshard.transports.lanes import Launch, chained
-from meshwise.reshard.transports.staged import PROGRAMS, Staged
+from meshwise.reshard.transports.staged import Staged
 from meshwise.spec import Plan
 
 Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
@@ -191,7 +191,7 @@ class Refit:
         except (RuntimeError, TimeoutError) as error:
             self.ended = "a refit was broken off"
             told = self._told(ranks.explain(error))
-            self.transport.release()
+            self.transport.connections.release()
             raise told from None
 
     def phases(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Refit:
             return
         self.ended, self.version, self.graph = "this Refit is closed", None, None
         self.ranks.barrier("the end of a refit")
-        self.transport.close()
+        self.transport.connections.close()
         self.ranks.barrier("the end of a refit")
 
     def _launch(self) -> None:
@@ -334,7 +334,7 @@ def _plans(
     return plans
 
 
-def _transport(job: Job, method: str, ranks: Ranks, cap_bytes: int) -> Direct | Staged:
+def _transport(job: Job, method: str, ranks: Ranks, cap_bytes: int) -> Transport:
     if method == "ipc":
         return Direct(job, cap_bytes)
     return Staged(job, carriers.open(method, ranks), cap_bytes)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from meshwise import nccl, torch_private
 from meshwise.ranks import Ranks
+from meshwise.reshard.transports.job import PROGRAMS
 from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.peers import Meeting, Peers
-from meshwise.reshard.transports.staged import PROGRAMS, Slots, Spans
+from meshwise.reshard.transports.staged import Slots, Spans
 
 _made = itertools.count()
 _CONNECTIONS = 4  # of gloo, each with a socket and a thread; 8 were slower between two GPUs
@@ -155,7 +156,6 @@ class Symmetric:
         assert dist.group.WORLD is not None
         self.memory, self.group, self.ranks = memory, dist.group.WORLD, ranks
         self.peers = Peers()
-        self.meetings: list[Meeting] = []
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
         """Allocate as much symmetric memory as any rank asks for; all ranks ask together."""
@@ -215,15 +215,13 @@ class Symmetric:
         return work
 
     def release(self) -> None:
-        for meeting in self.meetings:
-            meeting.stop.fill_(1)
+        self.peers.release()
 
     def close(self) -> None:
         self.peers.close()
 
     def _meeting(self, others: Sequence[int]) -> Meeting:
-        self.meetings.append(Meeting(self.ranks, self.peers, others))
-        return self.meetings[-1]
+        return Meeting(self.ranks, self.peers, others)
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:
