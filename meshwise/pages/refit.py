@@ -157,14 +157,13 @@ def _bounds(one: Forecast) -> Table:
         ("", lambda bound: _WHY[bound.name]),
         *columns(format_seconds, {"time": "seconds"}),
         ("at", lambda b: format_rate(b.bytes_per_s, "B/s") if b.bytes_per_s else "not known"),
-        ("ranks or hosts", lambda bound: _few(bound.ranks)),
+        (
+            "ranks or hosts",
+            lambda of: ", ".join([*map(str, of.ranks[:8]), *["..."] * (len(of.ranks) > 8)]),
+        ),
         legend=(f"Links of a rank: {said}, each way.",),
         left=2,
     )
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _cells(one: Forecast) -> tuple[str, Callable[[float], str]]:

@@ -1,14 +1,13 @@
 """Draw a scaling benchmark: three files of panels, and a page with the same panels.
 
-Cells without a time are hatched and give the reason. If nothing was measured, a sentence replaces
-the plot, never a zero.
+A panel paints one set of axes. Cells without a time are hatched and give the reason. If nothing was
+measured, a sentence replaces the plot, never a zero.
 """
 
 import math
 import textwrap
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from meshwise.pages import html, scaling, svg
 from meshwise.pages.scaling import FAILED, TITLE, Scaling, ScalingRow, rate, subtitle
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
 Value = Callable[[ScalingRow], float | None]
 _MARKERS = "osD^vPX*<>"
 _MOST_BARS = 12  # above, numbers over bars would hide each other
-
-
-class ScalingPanel(NamedTuple):
-    """One set of axes: its title, its caption on the page, and what paints it."""
-
-    title: str
-    caption: str
-    paint: Callable[["Axes", Scaling], None]
 
 
 def lines(axes: "Axes", found: Scaling, value: Value, *, over_lengths: bool = False) -> bool:
@@ -117,12 +108,8 @@ def log_limits(axes: "Axes") -> tuple[float, float]:
 # ---- lines over ring sizes
 
 
-@partial(
-    ScalingPanel,
-    "Throughput",
-    "Tokens a second of one ring; dashed: one rank's times the ring size.",
-)
 def throughput(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Throughput")
     if not lines(axes, found, lambda row: row.result.throughput_tokens_per_sec):
         return say(axes, "no case has a time")
     dashed, sizes = "", found.measured_rings
@@ -138,8 +125,8 @@ def throughput(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(ScalingPanel, "Speedup over one rank", "Speedup over one rank at the same length.")
 def speedup(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Speedup over one rank")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.speedup):
         return say(axes, _no_scaling(found))
@@ -152,8 +139,8 @@ def speedup(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(ScalingPanel, "Strong efficiency", "Speedup over ring size.")
 def efficiency(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Strong efficiency")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.strong and 100 * row.strong):
         return say(axes, _no_scaling(found))
@@ -163,12 +150,8 @@ def efficiency(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(
-    ScalingPanel,
-    "Communication",
-    "Isolated and exposed time; over each pair the exposed share of the step.",
-)
 def communication(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Communication")
     rings = [ring for ring in found.measured_rings if ring > 1]
     rows = [row for row in found.measured if row.result.ring_size in rings]
     if not rows:
@@ -199,12 +182,8 @@ def _taller(row: ScalingRow) -> float:
 # ---- memory over lengths
 
 
-@partial(
-    ScalingPanel,
-    "Peak memory of a rank",
-    "Peak of a rank. Crosses at the top are lengths that did not fit.",
-)
 def memory(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Peak memory of a rank")
     if not lines(axes, found, lambda row: row.result.peak_gb, over_lengths=True):
         return say(axes, _no_memory(found))
     low, high = log_limits(axes)
@@ -225,12 +204,8 @@ def memory(axes: "Axes", found: Scaling) -> None:
     axes.legend()
 
 
-@partial(
-    ScalingPanel,
-    "Tokens held by a GB",
-    "Tokens of the batch over the peak of one rank: flat where memory grows with the length.",
-)
 def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Tokens held by a GB")
     if not lines(axes, found, lambda row: row.tokens_per_gb, over_lengths=True):
         return say(axes, _no_memory(found))
     axes.set_ylim(0, 1.15 * max(row.tokens_per_gb or 0 for row in found.rows))
@@ -242,36 +217,40 @@ def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
 # ---- maps of length and ring size
 
 
-@partial(
-    ScalingPanel,
-    "Time, ms (bright: better)",
-    "Time of a step of the slowest rank; bright is better.",
-)
 def time_map(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Time, ms (bright: better)")
     map_(axes, found, lambda row: row.result.time_ms, _three_digits,
         logarithmic=True, less_is_better=True)  # fmt: skip
 
 
-@partial(
-    ScalingPanel,
-    "Throughput, tokens/s (bright: better)",
-    "Tokens a second of one ring; bright is better.",
-)
 def throughput_map(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Throughput, tokens/s (bright: better)")
     map_(axes, found, lambda row: row.result.throughput_tokens_per_sec, rate)
 
 
-@partial(
-    ScalingPanel, "Strong efficiency, % (bright: better)", "Strong efficiency; bright is better."
-)
 def efficiency_map(axes: "Axes", found: Scaling) -> None:
+    axes.set_title("Strong efficiency, % (bright: better)")
     map_(axes, found, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
 
 
-FILES: dict[str, tuple[ScalingPanel, ...]] = {
-    "scaling_efficiency_analysis.png": (throughput, speedup, efficiency, communication),
-    "memory_analysis.png": (memory, tokens_per_gb),
-    "performance_heatmaps.png": (time_map, throughput_map, efficiency_map),
+Panel = Callable[["Axes", Scaling], None]
+FILES: dict[str, dict[Panel, str]] = {  # the panels of each, with their captions on the page
+    "scaling_efficiency_analysis.png": {
+        throughput: "Tokens a second of one ring; dashed: one rank's times the ring size.",
+        speedup: "Speedup over one rank at the same length.",
+        efficiency: "Speedup over ring size.",
+        communication: "Isolated and exposed time; over each pair the exposed share of the step.",
+    },
+    "memory_analysis.png": {
+        memory: "Peak of a rank. Crosses at the top are lengths that did not fit.",
+        tokens_per_gb: "Tokens of the batch over the peak of one rank: flat where memory grows "
+        "with the length.",
+    },
+    "performance_heatmaps.png": {
+        time_map: "Time of a step of the slowest rank; bright is better.",
+        throughput_map: "Tokens a second of one ring; bright is better.",
+        efficiency_map: "Strong efficiency; bright is better.",
+    },
 }
 
 
@@ -285,17 +264,14 @@ def png(name: str, found: Scaling) -> bytes:
     return svg.png(title, panels, columns=columns, width=width, height=height)
 
 
-def figure(panel: ScalingPanel, found: Scaling) -> svg.Figure:
+def figure(panel: Panel, found: Scaling) -> svg.Figure:
     """Draw a panel for the page."""
-    return svg.draw(panel.caption, _of(panel, found))
+    caption = next(panels[panel] for panels in FILES.values() if panel in panels)
+    return svg.draw(caption, _of(panel, found))
 
 
-def _of(panel: ScalingPanel, found: Scaling) -> svg.Paint:
-    def paint(axes: "Axes") -> None:
-        axes.set_title(panel.title)
-        panel.paint(axes, found)
-
-    return paint
+def _of(panel: Panel, found: Scaling) -> svg.Paint:
+    return lambda axes: panel(axes, found)
 
 
 def page(found: Scaling) -> str:

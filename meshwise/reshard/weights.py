@@ -101,12 +101,14 @@ class Refit:
         shares = live.gathered(source, ranks), live.gathered(destination, ranks)
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
-        host_of = _hosts(ranks)
+        hosts = ranks.gather(socket.gethostname())
         given = source_plan, destination_plan
 
         def planned() -> tuple[transfer.Transfer, list[Holdings]]:
             plans = _plans(ranks, shares, given, models, only)
-            found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
+            found = transfer.plan(
+                *plans, convert=convert, only=only, host_of=lambda rank: hosts.index(hosts[rank])
+            )
             checks.check_memory(ranks, found.names, plans, models)
             return found, plans
 
@@ -123,7 +125,11 @@ class Refit:
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
         self.method = _method(method, ranks)
-        self.transport = _transport(self.job, self.method, ranks, cap_bytes)
+        self.transport: Transport = (
+            Direct(self.job, cap_bytes)
+            if self.method == "ipc"
+            else Staged(self.job, carriers.open(self.method, ranks), cap_bytes)
+        )
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
         kept = sum(tensor.nbytes for tensor in self.kept.values())
         self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
@@ -332,17 +338,6 @@ def _plans(
     if given[1] is None:
         checks.check_tied(plans[0], shares[1], only)
     return plans
-
-
-def _transport(job: Job, method: str, ranks: Ranks, cap_bytes: int) -> Transport:
-    if method == "ipc":
-        return Direct(job, cap_bytes)
-    return Staged(job, carriers.open(method, ranks), cap_bytes)
-
-
-def _hosts(ranks: Ranks) -> Callable[[int], int]:
-    hosts = ranks.gather(socket.gethostname())
-    return lambda rank: hosts.index(hosts[rank])
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:

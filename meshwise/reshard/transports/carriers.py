@@ -1,7 +1,7 @@
 """Carriers of messages between ranks: NCCL, gloo, symmetric memory. See ``staged.Carrier``."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -181,7 +181,7 @@ class Symmetric:
             )
 
         partners = sorted({*regions, *far})
-        meet, taken = (self._meeting(partners).meet for _ in range(2))
+        meet, taken = (Meeting(self.ranks, self.peers, partners).meet for _ in range(2))
         memory = list(mine[: count * nbytes].view(count, nbytes))
         return Slots(memory, exchange, lambda slot: meet(), taken)
 
@@ -194,7 +194,7 @@ class Symmetric:
             far = handle.get_remote_tensor(peer, (begins + length,), source.dtype)
             pairs.append((into[span], far[begins:]))
         copy, staged = _copies(pairs), mine[: source.nbytes].view(source.dtype)
-        meet = self._meeting(sorted({*sends, *receives})).meet
+        meet = Meeting(self.ranks, self.peers, sorted({*sends, *receives})).meet
 
         def work() -> None:
             staged.copy_(source)
@@ -205,7 +205,7 @@ class Symmetric:
         return work
 
     def add(self, value: Tensor, total: Tensor) -> Launch:
-        meeting = self._meeting(self.ranks.others)
+        meeting = Meeting(self.ranks, self.peers, self.ranks.others)
 
         def work() -> None:
             meeting.value.copy_(value)
@@ -219,9 +219,6 @@ class Symmetric:
 
     def close(self) -> None:
         self.peers.close()
-
-    def _meeting(self, others: Sequence[int]) -> Meeting:
-        return Meeting(self.ranks, self.peers, others)
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:
