@@ -256,7 +256,7 @@ FILES: dict[str, dict[Panel, str]] = {  # the panels of each, with their caption
 
 def png(name: str, found: Scaling) -> bytes:
     """Draw one of ``FILES``."""
-    panels = [_of(panel, found) for panel in FILES[name]]
+    panels = [lambda axes, panel=panel: panel(axes, found) for panel in FILES[name]]
     columns = 2 if len(panels) == 4 else len(panels)
     tall = 1.4 + 0.42 * len(found.lengths) if name.startswith("performance") else 0
     width, height = 5.4 * columns, max(3.7, tall) * (len(panels) // columns) + 0.8
@@ -267,11 +267,7 @@ def png(name: str, found: Scaling) -> bytes:
 def figure(panel: Panel, found: Scaling) -> svg.Figure:
     """Draw a panel for the page."""
     caption = next(panels[panel] for panels in FILES.values() if panel in panels)
-    return svg.draw(caption, _of(panel, found))
-
-
-def _of(panel: Panel, found: Scaling) -> svg.Paint:
-    return lambda axes: panel(axes, found)
+    return svg.draw(caption, lambda axes: panel(axes, found))
 
 
 def page(found: Scaling) -> str:

@@ -252,7 +252,7 @@ class _Values:
                     seen.add(id(old))
                     value = self._read(_join(path, name), old)
                     if old.is_meta:
-                        self.made[id(old)] = self._placed(name, old, value, cut)
+                        self.made[id(old)] = self.placed(name, old, value, cut)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             value = self._read(name, buffer)
             if buffer.is_meta:
@@ -268,13 +268,7 @@ class _Values:
         self.sums[name] = torch.stack([numbers.sum(), numbers.abs().sum()]).to(self.device)
         return value
 
-    def parameter(self, name: str, old: nn.Parameter, cut: cuts.Parameters | None) -> nn.Parameter:
-        """Return what replaces a parameter, tied ones by the same."""
-        if id(old) not in self.made:
-            self.made[id(old)] = self._placed(name, old, old.detach(), cut)
-        return self.made[id(old)]
-
-    def _placed(
+    def placed(
         self, name: str, old: nn.Parameter, value: Tensor, cut: cuts.Parameters | None
     ) -> nn.Parameter:
         value = value.to(self.device, self.masters if old.is_floating_point() else old.dtype)
@@ -304,7 +298,9 @@ def _place(model: nn.Module, place: MeshPlace, todo: Sequence[_ModuleCut], value
     fetched = cuts.Fetched()
     for _, module, kind, cut in todo:
         for name, old in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, values.parameter(name, old, cut))
+            if id(old) not in values.made:  # tied ones have the same
+                values.made[id(old)] = values.placed(name, old, old.detach(), cut)
+            module.register_parameter(name, values.made[id(old)])
         if cut is not None:
             cuts.connect(module, kind, cut.views, place, fetched)
     for path, module in model.named_modules():

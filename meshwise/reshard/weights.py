@@ -267,8 +267,8 @@ class Refit:
     def _wrong(self) -> str:
         found = [
             f"{self.transfer.names[tile['tensor']]} from rank {tile['source']}"
-            for table in self.transport.wrong_tiles()
-            for tile in table
+            for stage in self.transport.stages
+            for tile in stage.wrong_tiles()
         ]
         names = list(dict.fromkeys(found))
         return f"{_few(names)} arrived other than sent" if names else ""
@@ -346,8 +346,7 @@ def _together(ranks: Ranks, work: Callable[[], T]) -> T:
     told = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     if told and len(set(said)) == 1:
         raise ValueError(said[0])
-    if told:
-        raise ValueError("; ".join(told[:8]) + (f"; and {len(told) - 8} more" * (len(told) > 8)))
+    checks.refuse(told)
     return result
 
 

@@ -39,7 +39,7 @@ class Printed(NamedTuple):
     fault: str = ""
     rank_times_s: tuple[float, ...] = ()  # one for each rank, if printed
     wrong: bool = False
-    printed: tuple[str, str] | None = None
+    printed: tuple[str, str] = ("", "")
     series: str = ""
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -101,7 +101,12 @@ def read(sections: Sequence[Section], name: str, doubts: Doubts) -> Found:
             {
                 "collective": kind,
                 "rows": len(section.lines),
-                "size_0_rows": [_told(line) for line in section.lines if not line.size_bytes],
+                "size_0_rows": [
+                    {"where": line.where, "count": line.count}
+                    | {PLACES[place].replace(" ", "_"): half for place, half in line.values.items()}
+                    for line in section.lines
+                    if not line.size_bytes
+                ],
                 "average_bus_bandwidth": section.average,
                 "average_of_rows": mean,
             }
@@ -139,11 +144,6 @@ def _check_alike(sections: Sequence[Section]) -> None:
     for place, other in zip(places, hosts, strict=True):
         if other != hosts[0]:
             raise ValueError(f"{places[0]} and {place} are of different hosts; split the file")
-
-
-def _told(line: Line) -> dict[str, Any]:
-    halves = {"in_place" if placed else "out_of_place": v for placed, v in line.values.items()}
-    return {"where": line.where, "count": line.count, **halves}
 
 
 def _nccl_version(code: str) -> str | None:

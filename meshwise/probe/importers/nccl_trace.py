@@ -206,7 +206,7 @@ def _case(call: Traced, world: int) -> Case | str:
 def without_host(text: str) -> str:
     """Return only the calls of a log's lines, without the host's name before them and without
     addresses of memory: communicators are numbered, and buffers only tell whether they are one."""
-    numbers: dict[str, str] = {}
+    numbers = {"": ""}  # of communicators; a line may be cut off before its own
     return "".join(f"{_without_addresses(match, numbers)}\n" for match in CALL.finditer(text))
 
 
@@ -214,8 +214,7 @@ def _without_addresses(match: re.Match[str], numbers: dict[str, str]) -> str:
     call, part = _call(match), "0x1"  # the smaller buffer lies before the larger one, or in it
     whole = part if call.in_place else "0x2"
     send, receive = (part, whole) if call.kind == "all_gather" else (whole, part)
-    known = {match.start("send"): send, match.start("receive"): receive}
-    if match["comm"]:
-        number = numbers.setdefault(match["comm"], hex(len(numbers) + 1))
-        known[match.start("comm")] = number
+    comm = numbers.setdefault(match["comm"] or "", hex(len(numbers)))
+    places = match.start("send"), match.start("receive"), match.start("comm")
+    known = dict(zip(places, (send, receive, comm), strict=True))
     return _ADDRESS.sub(lambda one: known.get(match.start() + one.start(), "0x0"), match[0])

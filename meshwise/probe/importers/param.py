@@ -225,7 +225,7 @@ def _read_row(where: str, row: _Row) -> Printed:
         case=Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size),
         time_s=seconds(time, "p50", 1e-6),
         metrics=_metrics(printed),
-        printed=(time, busbw) if is_number(busbw) else None,
+        printed=(time, busbw) if is_number(busbw) else ("", ""),
         series=f"{op.kind} {op.dtype} {backend}".rstrip(),
     )
 

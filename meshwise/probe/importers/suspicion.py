@@ -25,7 +25,7 @@ def warnings_of(tables: Sequence[Sequence[Printed]]) -> list[str]:
     found: dict[tuple[object, ...], list[Printed]] = {}
     for number, rows in enumerate(tables):
         for row in rows:
-            if row.printed is not None:
+            if row.printed[0]:
                 key = number, row.series, _op(row).dtype
                 found.setdefault(key, []).append(row)
     series = list(found.values())
@@ -38,15 +38,10 @@ def _op(row: Printed) -> Collective:
     return row.case.op
 
 
-def _time(row: Printed) -> str:
-    assert row.printed is not None
-    return row.printed[0]
-
-
 def _constant(series: _Series) -> list[str]:
     found = []
     for rows in series:
-        for time, same in groupby(rows, key=_time):
+        for time, same in groupby(rows, key=lambda row: row.printed[0]):
             run = list(same)
             if len(run) >= _SAME and len({_op(row).size_bytes for row in run}) >= _SAME:
                 where = f"{len(run)} sizes from {_line(run[0])} on"
@@ -70,7 +65,7 @@ def _line(row: Printed) -> str:
 
 
 def _quantised(series: _Series) -> list[str]:
-    coarse = [row.series for rows in series for row in rows if _digits(_time(row)) < 3]
+    coarse = [row.series for rows in series for row in rows if _digits(row.printed[0]) < 3]
     total, names = sum(map(len, series)), listed(list(dict.fromkeys(coarse)))
     said = f"quantised: {len(coarse)} of {total} times have fewer than three digits: {names}"
     return [said] * bool(coarse)
@@ -88,7 +83,7 @@ def _unrelated(series: _Series) -> list[str]:
     for rows in series:
         units: dict[str, str] = {}
         for row in rows:
-            time, busbw = row.printed or ("", "")
+            time, busbw = row.printed
             expected = _op(row).size_bytes * _op(row).bus_factor
             if min(_digits(time), _digits(busbw)) < 3 or not expected:
                 continue

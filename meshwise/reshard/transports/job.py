@@ -242,6 +242,3 @@ class Transport:
                 size = tiles.nbytes(stage.ends.receives[span])[chosen[span]].sum()
                 found[peer] = found.get(peer, 0) + int(size)
         return found
-
-    def wrong_tiles(self) -> list[Table]:
-        return [stage.wrong_tiles() for stage in self.stages]
