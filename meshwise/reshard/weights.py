@@ -102,13 +102,11 @@ class Refit:
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
         hosts = ranks.gather(socket.gethostname())
-        given = source_plan, destination_plan
+        host_of = [hosts.index(host) for host in hosts].__getitem__
 
         def planned() -> tuple[transfer.Transfer, list[Holdings]]:
-            plans = _plans(ranks, shares, given, models, only)
-            found = transfer.plan(
-                *plans, convert=convert, only=only, host_of=lambda rank: hosts.index(hosts[rank])
-            )
+            plans = _plans(ranks, shares, (source_plan, destination_plan), models, only)
+            found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
             checks.check_memory(ranks, found.names, plans, models)
             return found, plans
 
@@ -125,11 +123,7 @@ class Refit:
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
         self.method = _method(method, ranks)
-        self.transport: Transport = (
-            Direct(self.job, cap_bytes)
-            if self.method == "ipc"
-            else Staged(self.job, carriers.open(self.method, ranks), cap_bytes)
-        )
+        self.transport = _transport(self.job, self.method, cap_bytes)
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
         kept = sum(tensor.nbytes for tensor in self.kept.values())
         self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
@@ -338,6 +332,12 @@ def _plans(
     if given[1] is None:
         checks.check_tied(plans[0], shares[1], only)
     return plans
+
+
+def _transport(job: Job, method: str, cap_bytes: int) -> Transport:
+    if method == "ipc":
+        return Direct(job, cap_bytes)
+    return Staged(job, carriers.open(method, job.ranks), cap_bytes)
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
