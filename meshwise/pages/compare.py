@@ -178,20 +178,15 @@ def table(comparison: Comparison) -> Table:
     return listed(
         f"a = {comparison.a}, b = {comparison.b}",
         cases,
-        ("case", _case),
+        ("case", lambda c: label(c.case) + (f" (a: {c.a_layout.name})" if c.a_layout else "")),
         ("verdict", lambda case: case.verdict + " (fails)" * (case.case.id in caught)),
         ("a", "a_s", format_seconds),
         ("b", "b_s", format_seconds),
         ("b/a", "ratio", "{:.3f}".format),
-        ("interval", _interval),
+        (
+            "interval",
+            lambda c: f"{c.low:.3f} – {c.high:.3f}" + " (range)" * (c.interval == "range"),
+        ),
         legend=tuple(line for line, holds in legend.items() if holds),
         left=2,
     )
-
-
-def _interval(case: Compared) -> str:
-    return f"{case.low:.3f} – {case.high:.3f}" + " (range)" * (case.interval == "range")
-
-
-def _case(case: Compared) -> str:
-    return label(case.case) + (f" (a: {case.a_layout.name})" if case.a_layout else "")

@@ -76,16 +76,19 @@ def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
             ("mode", lambda row: row[0].mode),
             ("layouts", lambda row: f"{row[0].train.name} -> {row[0].infer.name}"),
             ("model", lambda row: f"{row[0].model.name} {row[0].dtype}"),
-            *columns(size, {"weights": lambda row: _weight_bytes(row[0])}),
+            *columns(
+                size,
+                {
+                    "weights": lambda row: (
+                        published_parameters(row[0].model) * DTYPE_BYTES[row[0].dtype]
+                    )
+                },
+            ),
             legend=(run,) if about == abouts[-1] else (),
             left=6,
         )
         for about in abouts
     ]
-
-
-def _weight_bytes(one: Scenario) -> int:
-    return published_parameters(one.model) * DTYPE_BYTES[one.dtype]
 
 
 def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:
@@ -157,14 +160,13 @@ def _bounds(one: Forecast) -> Table:
         ("", lambda bound: _WHY[bound.name]),
         *columns(format_seconds, {"time": "seconds"}),
         ("at", lambda b: format_rate(b.bytes_per_s, "B/s") if b.bytes_per_s else "not known"),
-        ("ranks or hosts", lambda bound: _few(bound.ranks)),
+        (
+            "ranks or hosts",
+            lambda of: ", ".join([*map(str, of.ranks[:8]), *["..."] * (len(of.ranks) > 8)]),
+        ),
         legend=(f"Links of a rank: {said}, each way.",),
         left=2,
     )
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _cells(one: Forecast) -> tuple[str, Callable[[float], str]]:

@@ -353,16 +353,15 @@ def dry_run(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> lis
             rows,
             *columns(str, {"tokens": "seq_length", "ring": "ring_size"}),
             ("by", by),
-            ("a rank computes", lambda row: "" if row["reason"] else _flops(row)),
+            (
+                "a rank computes",
+                lambda row: "" if row["reason"] else format_rate(row["flops_per_rank"], "FLOP"),
+            ),
             ("and receives", lambda row: "" if row["reason"] else size(row["planned_bytes"])),
             legend=("Of an iteration, the rank that receives most. Nothing was measured.",),
             left=3,
         )
     ]
-
-
-def _flops(row: Mapping[str, Any]) -> str:
-    return format_rate(row["flops_per_rank"], "FLOP")
 
 
 def ms(time_ms: float | None) -> str:

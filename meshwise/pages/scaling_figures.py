@@ -1,7 +1,7 @@
 """Draw a scaling benchmark: three files of panels, and a page with the same panels.
 
-A panel paints one set of axes; its docstring is its caption on the page. Cells without a time are
-hatched and give the reason. If nothing was measured, a sentence replaces the plot, never a zero.
+A panel paints one set of axes. Cells without a time are hatched and give the reason. If nothing was
+measured, a sentence replaces the plot, never a zero.
 """
 
 import math
@@ -109,7 +109,6 @@ def log_limits(axes: "Axes") -> tuple[float, float]:
 
 
 def throughput(axes: "Axes", found: Scaling) -> None:
-    """Tokens a second of one ring; dashed: one rank's times the ring size."""
     axes.set_title("Throughput")
     if not lines(axes, found, lambda row: row.result.throughput_tokens_per_sec):
         return say(axes, "no case has a time")
@@ -127,7 +126,6 @@ def throughput(axes: "Axes", found: Scaling) -> None:
 
 
 def speedup(axes: "Axes", found: Scaling) -> None:
-    """Speedup over one rank at the same length."""
     axes.set_title("Speedup over one rank")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.speedup):
@@ -142,7 +140,6 @@ def speedup(axes: "Axes", found: Scaling) -> None:
 
 
 def efficiency(axes: "Axes", found: Scaling) -> None:
-    """Speedup over ring size."""
     axes.set_title("Strong efficiency")
     sizes = found.measured_rings
     if len(sizes) < 2 or not lines(axes, found, lambda row: row.strong and 100 * row.strong):
@@ -154,7 +151,6 @@ def efficiency(axes: "Axes", found: Scaling) -> None:
 
 
 def communication(axes: "Axes", found: Scaling) -> None:
-    """Isolated and exposed time; over each pair the exposed share of the step."""
     axes.set_title("Communication")
     rings = [ring for ring in found.measured_rings if ring > 1]
     rows = [row for row in found.measured if row.result.ring_size in rings]
@@ -187,7 +183,6 @@ def _taller(row: ScalingRow) -> float:
 
 
 def memory(axes: "Axes", found: Scaling) -> None:
-    """Peak of a rank. Crosses at the top are lengths that did not fit."""
     axes.set_title("Peak memory of a rank")
     if not lines(axes, found, lambda row: row.result.peak_gb, over_lengths=True):
         return say(axes, _no_memory(found))
@@ -210,7 +205,6 @@ def memory(axes: "Axes", found: Scaling) -> None:
 
 
 def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
-    """Tokens of the batch over the peak of one rank: flat where memory grows with the length."""
     axes.set_title("Tokens held by a GB")
     if not lines(axes, found, lambda row: row.tokens_per_gb, over_lengths=True):
         return say(axes, _no_memory(found))
@@ -224,35 +218,45 @@ def tokens_per_gb(axes: "Axes", found: Scaling) -> None:
 
 
 def time_map(axes: "Axes", found: Scaling) -> None:
-    """Time of a step of the slowest rank; bright is better."""
     axes.set_title("Time, ms (bright: better)")
     map_(axes, found, lambda row: row.result.time_ms, _three_digits,
         logarithmic=True, less_is_better=True)  # fmt: skip
 
 
 def throughput_map(axes: "Axes", found: Scaling) -> None:
-    """Tokens a second of one ring; bright is better."""
     axes.set_title("Throughput, tokens/s (bright: better)")
     map_(axes, found, lambda row: row.result.throughput_tokens_per_sec, rate)
 
 
 def efficiency_map(axes: "Axes", found: Scaling) -> None:
-    """Strong efficiency; bright is better."""
     axes.set_title("Strong efficiency, % (bright: better)")
     map_(axes, found, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
 
 
 Panel = Callable[["Axes", Scaling], None]
-FILES: dict[str, tuple[Panel, ...]] = {
-    "scaling_efficiency_analysis.png": (throughput, speedup, efficiency, communication),
-    "memory_analysis.png": (memory, tokens_per_gb),
-    "performance_heatmaps.png": (time_map, throughput_map, efficiency_map),
+FILES: dict[str, dict[Panel, str]] = {  # the panels of each, with their captions on the page
+    "scaling_efficiency_analysis.png": {
+        throughput: "Tokens a second of one ring; dashed: one rank's times the ring size.",
+        speedup: "Speedup over one rank at the same length.",
+        efficiency: "Speedup over ring size.",
+        communication: "Isolated and exposed time; over each pair the exposed share of the step.",
+    },
+    "memory_analysis.png": {
+        memory: "Peak of a rank. Crosses at the top are lengths that did not fit.",
+        tokens_per_gb: "Tokens of the batch over the peak of one rank: flat where memory grows "
+        "with the length.",
+    },
+    "performance_heatmaps.png": {
+        time_map: "Time of a step of the slowest rank; bright is better.",
+        throughput_map: "Tokens a second of one ring; bright is better.",
+        efficiency_map: "Strong efficiency; bright is better.",
+    },
 }
 
 
 def png(name: str, found: Scaling) -> bytes:
     """Draw one of ``FILES``."""
-    panels = [_of(panel, found) for panel in FILES[name]]
+    panels = [lambda axes, panel=panel: panel(axes, found) for panel in FILES[name]]
     columns = 2 if len(panels) == 4 else len(panels)
     tall = 1.4 + 0.42 * len(found.lengths) if name.startswith("performance") else 0
     width, height = 5.4 * columns, max(3.7, tall) * (len(panels) // columns) + 0.8
@@ -261,12 +265,9 @@ def png(name: str, found: Scaling) -> bytes:
 
 
 def figure(panel: Panel, found: Scaling) -> svg.Figure:
-    """Draw a panel for the page, with its docstring as the caption."""
-    return svg.draw((panel.__doc__ or "").strip(), _of(panel, found))
-
-
-def _of(panel: Panel, found: Scaling) -> svg.Paint:
-    return lambda axes: panel(axes, found)
+    """Draw a panel for the page."""
+    caption = next(panels[panel] for panels in FILES.values() if panel in panels)
+    return svg.draw(caption, lambda axes: panel(axes, found))
 
 
 def page(found: Scaling) -> str:

@@ -3,8 +3,7 @@ parallelism.
 
 In: the module with its weights, a place, and strategies from ``models.strategies`` or from the
 user. Out: the same module, whose parameters are DTensors with this rank's share, and a report. An
-error names what cannot be laid out, before anything is changed. Only wrong values (from ``init``,
-or different between ranks) are found later, while weights are placed.
+error names what cannot be laid out, before anything is changed.
 
 Every parameter is a DTensor on the tp axis, even if whole on every rank, for stock optimizers and
 clipping, which then work on all of them at once.
@@ -72,16 +71,19 @@ def lay_out(
     check(model, place, assigned, units, init)
     if data.is_needed(place.layout, dtype):
         _check_scalars(model)
-    # refuse everything before anything is replaced
     todo = [
         _cut_of(path, module, assigned, place)
         for path, module in model.named_modules()
         if module._parameters
     ]
-    found = [*units, *_divide(model, wishes.divided, place.layout.tp)]
+    divided = _divided(model, wishes.divided, place.layout.tp)
+    values = _Values(place, dtype, recipe, init)
+    values.check(model, todo)  # the last refusal: from here on the module changes
+    for name, (module, share) in divided.items():
+        setattr(module, name.rpartition(".")[2], share)
     kinds = place.layout.recomputed(len(units))
     notes = _without_cache(model, compiled or "full" in kinds)
-    _check_same(_place(model, place, todo, dtype, recipe, init), place)
+    _place(model, place, todo, values)
     for unit, kind in zip(units.values(), kinds, strict=True):
         if kind == "full":
             again = partial(checkpoint, unit.forward, use_reentrant=False)
@@ -93,6 +95,7 @@ def lay_out(
     if place.layout.tp > 1:
         _watch(model, assigned, place)
     patterns = (*wishes.units, *wishes.divided)
+    found = [*units, *divided]
     idle = [p for p in patterns if not any(strategies.selects(p, name) for name in found)]
     return Laid(assigned, tuple(units), tuple(idle), notes)
 
@@ -192,9 +195,11 @@ def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Mod
             )
 
 
-def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
-    """Divide attributes that count heads or features by tp; return their names."""
-    found: dict[str, tuple[nn.Module, str, int]] = {}
+def _divided(
+    model: nn.Module, patterns: Sequence[str], tp: int
+) -> dict[str, tuple[nn.Module, int]]:
+    """Return this rank's share of the attributes that count heads or features, by name."""
+    found: dict[str, tuple[nn.Module, int]] = {}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             name = _join(path, attribute)
@@ -202,10 +207,8 @@ def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
                 continue
             if not isinstance(value, int) or value % tp:
                 raise ValueError(f"{name} = {value}: tp = {tp} must divide it; choose another tp")
-            found[name] = module, attribute, value // tp
-    for module, attribute, share in found.values():
-        setattr(module, attribute, share)
-    return list(found)
+            found[name] = module, value // tp
+    return found
 
 
 def _join(path: str, name: str) -> str:
@@ -224,73 +227,86 @@ def _cut_of(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) 
     return _ModuleCut(path, module, kind, cut)
 
 
-class _Sums(NamedTuple):
-    """The sums of a tensor's values and of their absolute values. Ranks compare them."""
+class _Values:
+    """The values of a module's tensors: read once for ``check``, then placed one by one.
 
-    name: str
-    values: Tensor
-    sizes: Tensor
+    A value that ``init`` makes is placed at once, since its tensor on the meta device takes no
+    memory. Any other is placed when it replaces its tensor, so that there are never two models.
+    """
 
+    def __init__(self, place: MeshPlace, dtype: str, recipe: Recipe, init: Init | None) -> None:
+        self.place, self.init = place, init
+        self.device = device_of(place.mesh)
+        in_bf16 = recipe.weights == "bf16" and dtype == "bf16"
+        self.masters = torch.bfloat16 if in_bf16 else torch.float32
+        self.sums: dict[str, Tensor] = {}  # of a tensor's values and of their absolute values
+        self.made: dict[int, nn.Parameter] = {}  # by the id of the parameter that each replaces
+        self.buffers: dict[str, Tensor] = {}  # those that ``init`` made
 
-def _place(
-    model: nn.Module,
-    place: MeshPlace,
-    todo: Sequence[_ModuleCut],
-    dtype: str,
-    recipe: Recipe,
-    init: Init | None,
-) -> list[_Sums]:
-    """Move every tensor to the device, cut it if due, and connect the modules that use it."""
-    device, fetched = device_of(place.mesh), cuts.Fetched()
-    masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
-    made: dict[int, nn.Parameter] = {}
-    sums: list[_Sums] = []
+    def check(self, model: nn.Module, todo: Sequence[_ModuleCut]) -> None:
+        """Raise a ValueError if ``init`` gave another shape, or if values differ between ranks."""
+        seen = set[int]()
+        for path, module, _, cut in todo:
+            for name, old in module.named_parameters(recurse=False):
+                if id(old) not in seen:
+                    seen.add(id(old))
+                    value = self._read(_join(path, name), old)
+                    if old.is_meta:
+                        self.made[id(old)] = self.placed(name, old, value, cut)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            value = self._read(name, buffer)
+            if buffer.is_meta:
+                self.buffers[name] = value.to(self.device, buffer.dtype)
+        if self.place.layout.num_devices > 1 and self.sums:
+            _check_same(list(self.sums), torch.stack([*self.sums.values()]))
 
-    def whole(name: str, old: Tensor, kind: torch.dtype) -> Tensor:
-        given = init(name, old) if old.is_meta and init is not None else old.detach()
-        if given.shape != old.shape:
-            raise ValueError(f"{name}: init gave {list(given.shape)}, not {list(old.shape)}")
-        numbers = given.double()
-        sums.append(_Sums(name, numbers.sum(), numbers.abs().sum()))
-        return given.to(device, kind)
+    def _read(self, name: str, old: Tensor) -> Tensor:
+        value = self.init(name, old) if old.is_meta and self.init is not None else old.detach()
+        if value.shape != old.shape:
+            raise ValueError(f"{name}: init gave {list(value.shape)}, not {list(old.shape)}")
+        numbers = value.double()
+        self.sums[name] = torch.stack([numbers.sum(), numbers.abs().sum()]).to(self.device)
+        return value
 
-    for path, module, kind, cut in todo:
-        for name, old in list(module.named_parameters(recurse=False)):
-            if id(old) not in made:
-                kept_dtype = masters if old.is_floating_point() else old.dtype
-                value = whole(_join(path, name), old, kept_dtype)
-                if cut is not None:
-                    value = distribute_tensor(
-                        value, cut.mesh, cut.placements[name], src_data_rank=None
-                    )
-                kept = cut is None and not old.is_meta and value.data_ptr() == old.data_ptr()
-                made[id(old)] = old if kept else nn.Parameter(value, old.requires_grad)
-            module.register_parameter(name, made[id(old)])
+    def placed(
+        self, name: str, old: nn.Parameter, value: Tensor, cut: cuts.Parameters | None
+    ) -> nn.Parameter:
+        value = value.to(self.device, self.masters if old.is_floating_point() else old.dtype)
         if cut is not None:
-            cuts.connect(module, kind, cut.views, place, fetched)
-    for path, module in model.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, whole(_join(path, name), buffer, buffer.dtype))
-    return sums
+            value = distribute_tensor(value, cut.mesh, cut.placements[name], src_data_rank=None)
+        kept = cut is None and not old.is_meta and value.data_ptr() == old.data_ptr()
+        return old if kept else nn.Parameter(value, old.requires_grad)
 
 
-def _check_same(sums: Sequence[_Sums], place: MeshPlace) -> None:
+def _check_same(names: Sequence[str], sums: Tensor) -> None:
     """Check that all ranks have the same weights, since each keeps a part of its own copy."""
-    if place.layout.num_devices == 1 or not sums:
-        return
-    device = device_of(place.mesh)
-    values = torch.stack([one.values.to(device) for one in sums]).nan_to_num()
-    sizes = torch.stack([one.sizes.to(device) for one in sums]).nan_to_num()
+    values, sizes = sums.nan_to_num().unbind(1)
     ends = torch.cat([values, -values, sizes, -sizes])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     most, least, largest, smallest = ends.chunk(4)
     apart = torch.maximum(most + least, largest + smallest) > 1e-9 * largest
-    names = [one.name for one, differs in zip(sums, apart.tolist(), strict=True) if differs]
-    if names:
+    wrong = [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]
+    if wrong:
         raise ValueError(
-            f"{names[0]}: its values differ between ranks, as those of {len(names)} tensors do; "
+            f"{wrong[0]}: its values differ between ranks, as those of {len(wrong)} tensors do; "
             "load the same weights everywhere, or seed every rank alike before the model is made"
         )
+
+
+def _place(model: nn.Module, place: MeshPlace, todo: Sequence[_ModuleCut], values: _Values) -> None:
+    """Move every tensor to the device, cut it if due, and connect the modules that use it."""
+    fetched = cuts.Fetched()
+    for _, module, kind, cut in todo:
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in values.made:  # tied ones have the same
+                values.made[id(old)] = values.placed(name, old, old.detach(), cut)
+            module.register_parameter(name, values.made[id(old)])
+        if cut is not None:
+            cuts.connect(module, kind, cut.views, place, fetched)
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            made = values.buffers.get(_join(path, name))
+            setattr(module, name, buffer.to(values.device) if made is None else made)
 
 
 def _shard(

@@ -25,11 +25,11 @@ from meshwise.ranks import Ranks
 from meshwise.reshard import against_torch, checks, holdings, live, tiles, transfer
 from meshwise.reshard.holdings import Holdings
 from meshwise.reshard.transports import carriers, peers
+from meshwise.reshard.transports.base import PROGRAMS, Transport, TransportJob, written
 from meshwise.reshard.transports.copies import DTYPES, copier
 from meshwise.reshard.transports.direct import Direct
-from meshwise.reshard.transports.job import Job, written
 from meshwise.reshard.transports.lanes import Launch, chained
-from meshwise.reshard.transports.staged import PROGRAMS, Staged
+from meshwise.reshard.transports.staged import Staged
 from meshwise.spec import Plan
 
 Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
@@ -101,11 +101,11 @@ class Refit:
         shares = live.gathered(source, ranks), live.gathered(destination, ranks)
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
-        host_of = _hosts(ranks)
-        given = source_plan, destination_plan
+        hosts = ranks.gather(socket.gethostname())
+        host_of = [hosts.index(host) for host in hosts].__getitem__
 
         def planned() -> tuple[transfer.Transfer, list[Holdings]]:
-            plans = _plans(ranks, shares, given, models, only)
+            plans = _plans(ranks, shares, (source_plan, destination_plan), models, only)
             found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
             checks.check_memory(ranks, found.names, plans, models)
             return found, plans
@@ -123,7 +123,7 @@ class Refit:
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
         self.method = _method(method, ranks)
-        self.transport = _transport(self.job, self.method, ranks, cap_bytes)
+        self.transport = _transport(self.job, self.method, cap_bytes)
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
         kept = sum(tensor.nbytes for tensor in self.kept.values())
         self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
@@ -191,7 +191,7 @@ class Refit:
         except (RuntimeError, TimeoutError) as error:
             self.ended = "a refit was broken off"
             told = self._told(ranks.explain(error))
-            self.transport.release()
+            self.transport.connections.release()
             raise told from None
 
     def phases(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Refit:
             return
         self.ended, self.version, self.graph = "this Refit is closed", None, None
         self.ranks.barrier("the end of a refit")
-        self.transport.close()
+        self.transport.connections.close()
         self.ranks.barrier("the end of a refit")
 
     def _launch(self) -> None:
@@ -261,8 +261,8 @@ class Refit:
     def _wrong(self) -> str:
         found = [
             f"{self.transfer.names[tile['tensor']]} from rank {tile['source']}"
-            for table in self.transport.wrong_tiles()
-            for tile in table
+            for stage in self.transport.stages
+            for tile in stage.wrong_tiles()
         ]
         names = list(dict.fromkeys(found))
         return f"{_few(names)} arrived other than sent" if names else ""
@@ -284,14 +284,14 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _loads(job: Job) -> tuple[int, int, int]:
+def _loads(job: TransportJob) -> tuple[int, int, int]:
     """Count the bytes that this rank sends, receives and copies within itself."""
     here, table = job.ranks.rank, np.concatenate(job.stages)
     size, out, into = tiles.nbytes(table), table["source"] == here, table["destination"] == here
     return int(size[out & ~into].sum()), int(size[into & ~out].sum()), int(size[into & out].sum())
 
 
-def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) -> Launch:
+def _between(job: TransportJob, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) -> Launch:
     """Make a launch that copies what this rank received from ``read`` buffers to ``write``."""
     here = job.ranks.rank
     mine = {n: b.name for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)}
@@ -334,15 +334,10 @@ def _plans(
     return plans
 
 
-def _transport(job: Job, method: str, ranks: Ranks, cap_bytes: int) -> Direct | Staged:
+def _transport(job: TransportJob, method: str, cap_bytes: int) -> Transport:
     if method == "ipc":
         return Direct(job, cap_bytes)
-    return Staged(job, carriers.open(method, ranks), cap_bytes)
-
-
-def _hosts(ranks: Ranks) -> Callable[[int], int]:
-    hosts = ranks.gather(socket.gethostname())
-    return lambda rank: hosts.index(hosts[rank])
+    return Staged(job, carriers.open(method, job.ranks), cap_bytes)
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -351,8 +346,7 @@ def _together(ranks: Ranks, work: Callable[[], T]) -> T:
     told = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     if told and len(set(said)) == 1:
         raise ValueError(said[0])
-    if told:
-        raise ValueError("; ".join(told[:8]) + (f"; and {len(told) - 8} more" * (len(told) > 8)))
+    checks.refuse(told)
     return result
 
 
@@ -412,7 +406,7 @@ def _job(
     shares: Sequence[live.Shares],
     verify: str,
     delta: bool,
-) -> Job:
+) -> TransportJob:
     """Collect the tiles that concern this rank, and their buffers."""
     here = ranks.rank
     mine = [
@@ -436,7 +430,7 @@ def _job(
     own = {
         n: models[buffer.side][buffer.name] for buffer, n in number.items() if buffer.rank == here
     }
-    return Job(ranks, stages, buffers, own, pairs, verify, delta)
+    return TransportJob(ranks, stages, buffers, own, pairs, verify, delta)
 
 
 def _method(method: Method, ranks: Ranks) -> Method:

@@ -82,7 +82,7 @@ def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:
     source, destination = sides(op)
     plan = _plan(source, destination, given)
     took_s = time.perf_counter() - started
-    loads = [_whole(stage, num_ranks) for stage in transfer.loads(plan)]
+    loads = [np.pad(stage, (0, num_ranks - len(stage))) for stage in transfer.loads(plan)]
     need = _need(op, plan, loads)
     _check_cap(op, need)
     total = np.sum(loads, axis=0)
@@ -226,13 +226,6 @@ def _bounds(limits: bounds.Limits, rates: bounds.Rates) -> tuple[Bound, ...]:
         )
         for name, (seconds, rate) in found.items()
     )
-
-
-def _whole(load: Loads, num_ranks: int) -> Loads:
-    """Add rows and columns for idle ranks."""
-    whole = np.zeros((num_ranks, num_ranks), np.int64)
-    whole[: load.shape[0], : load.shape[1]] = load
-    return whole
 
 
 def _held_bytes(held: Holdings, rank: int, placement: tuple[int, ...] = ()) -> int:

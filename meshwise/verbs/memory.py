@@ -2,9 +2,10 @@
 
 In: a plan and its options. Out: a reason in words. A device needs its weights. Training adds
 gradients, moments and compute copies; decoding adds keys and values. A check needs the whole model
-on rank 0's device. Activations are not counted (except layer inputs that offload sends to the
-host), nor is the processes' own memory. So a refused plan cannot run, but one that passes may still
-not fit. On CPUs all ranks of a host share its memory, or less under a container's limit.
+on rank 0's device, after all ranks have let go of the training. Activations are not counted (except
+layer inputs that offload sends to the host), nor is the processes' own memory. So a refused plan
+cannot run, but one that passes may still not fit. On CPUs all ranks of a host share its memory, or
+less under a container's limit.
 """
 
 import sys
@@ -36,8 +37,8 @@ def check(plan: Plan, asked: RunOptions) -> None:
 
 def shortage(plan: Plan, asked: RunOptions) -> str:
     """Say what memory a plan lacks; "" if it lacks none that we know of."""
-    devices, hosts = needed(plan, asked)
-    return missing(plan.cluster, devices, hosts)
+    lacks = missing(plan.cluster, *needed(plan, asked))
+    return lacks or (missing(plan.cluster, checked(plan)) if asked.check else "")
 
 
 def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] = ()) -> str:
@@ -84,12 +85,14 @@ def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
         if asked.mode == "train" and plan.recipe.offload:
             hosts[rank] += _offloaded_bytes(plan, inside, layers)
     of_ranks = [layout.pipeline_rank_of(rank) for rank in range(layout.num_devices)]
-    each = [devices[rank] for rank in of_ranks]
-    if asked.check:
-        wide = 8 if isinstance(model, WideResNet) else 4
-        numbers = 2 + _moments(plan)
-        each[0] = max(each[0], wide * numbers * sum(w.num_elements for w in weights(model)))
-    return each, [hosts[rank] for rank in of_ranks]
+    return [devices[rank] for rank in of_ranks], [hosts[rank] for rank in of_ranks]
+
+
+def checked(plan: Plan) -> list[float]:
+    """Return the bytes that each rank needs on its device while rank 0 trains the whole model."""
+    each = (8 if isinstance(plan.model, WideResNet) else 4) * (2 + _moments(plan))
+    whole = each * sum(weight.num_elements for weight in weights(plan.model))
+    return [whole] + [0.0] * (plan.layout.num_devices - 1)
 
 
 def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -> float:

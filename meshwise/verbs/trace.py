@@ -1,7 +1,7 @@
 """The part of ``run --nccl-trace`` around the ranks: it makes NCCL log, and checks the logs.
 
 In: a run directory and its plan. Out: ``nccl/rank-<rank>.log``, the lines of calls without the
-host's name, and ``nccl_check.json``, a ``TraceCheck``.
+host's name and without addresses, and ``nccl_check.json``, a ``TraceCheck``.
 """
 
 import logging

@@ -476,10 +476,13 @@ class Odd(nn.Module):
 
 
 def refused(ranks, cases):
-    """The message of each refusal."""
+    """The message of each refusal, which leaves the module as it was."""
     messages = []
     for layout, change, options in cases:
         model = CHANGES[change](ranks)
+        before, applied = state(model), None
+        if change == "meta":
+            options = {"init": lambda name, old: torch.ones(old.shape if "words" in name else 3)}
         with pytest.raises(ValueError) as caught:
             applied = meshwise.apply(
                 msgspec.convert(layout, Layout),
@@ -487,9 +490,20 @@ def refused(ranks, cases):
                 **({"strategies": OWN, "divided": OWN_SIZES} | options),
             )
             loss_of(model, batches()[0]).backward()  # some are seen only there
-            print(applied)
+        assert applied is not None or state(model) == before
         messages.append(str(caught.value))
     return messages
+
+
+def state(model):
+    """Every attribute and hook of every module, as objects; parameters and buffers also as text."""
+    tensors = {name: str(tensor) for name, tensor in model.state_dict().items()}
+    of_modules = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            same = value if isinstance(value, int) else id(value)
+            of_modules[name, key] = [*map(id, value.values())] if isinstance(value, dict) else same
+    return tensors, of_modules
 
 
 def _seeded(seed):
@@ -528,6 +542,7 @@ def _twice(_):
 CHANGES = {
     "none": lambda _: _seeded(0),
     "seeds": lambda ranks: _seeded(ranks.rank),
+    "meta": lambda _: _seeded(0).to("meta"),
     "tied": _tied,
     "tied units": _tied_units,
     "twice": _twice,
@@ -549,6 +564,7 @@ REFUSED = {
     "no experts": (
         {"dp": 2, "ep": 2}, "none", {}, "Layout.ep = 2: no parameter is mapped as expert"),
     "other weights": ({"tp": 2}, "seeds", {}, "words.weight: its values differ between ranks"),
+    "a wrong shape": ({"tp": 2}, "meta", {}, "init gave [3], not ["),
     "another map of one weight": (
         {"tp": 2}, "tied", {"strategies": OWN | {"guess.weight": "replicated"}},
         "guess.weight: is tied to words.weight, but one is replicated and the other vocab"),

@@ -85,6 +85,8 @@ class Peers:
     def close(self):
         pass
 
+    release = close
+
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):

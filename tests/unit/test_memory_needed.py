@@ -48,9 +48,9 @@ def planned(layout, there=None, dtype="fp32", model=MODEL, **recipe):
     )  # fmt: skip
 
 
-def needed(mode="train", dtype="fp32", recipe=None, checked=False, **layout):
+def needed(mode="train", dtype="fp32", recipe=None, **layout):
     plan = planned(Layout(**layout), dtype=dtype, **(recipe or {}))
-    return memory.needed(plan, RunOptions(mode=mode, check=checked, new_tokens=36))
+    return memory.needed(plan, RunOptions(mode=mode, new_tokens=36))
 
 
 def near(count):
@@ -80,13 +80,24 @@ def test_training_needs_weights_gradients_and_moments():
     assert needed(**looped)[0] == near([16 * (TABLES + 2 * ROUTED), 16 * 2 * LAYER])
 
 
-def test_inference_decoding_and_checks_need_less_or_more():
+def test_inference_and_decoding_need_less_or_more():
     assert needed("infer", "bf16", dp=2, zero=3)[0] == near([WHOLE] * 2)
     (decoding,), _ = needed("decode", "bf16", microbatch_size=3)
     assert decoding == near(2 * WHOLE + 4 * 3 * (64 + 36) * 2 * 1024 * 2)
-    assert needed(dp=4, zero=3, checked=True)[0] == near([16 * WHOLE] + [4 * WHOLE] * 3)
     _, (host,) = needed(recipe={"offload": True}, microbatch_size=2)
     assert host == 3 * 2 * 64 * 1024 * 4  # the inputs of all layers but the last
+
+
+def test_a_check_needs_the_whole_model_once_the_ranks_have_let_go(monkeypatch):
+    plan, asked = planned(Layout(dp=4, zero=3), cluster("cpu")), RunOptions(check=True)
+    assert memory.checked(plan) == near([16 * WHOLE, 0, 0, 0])
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(16.5 * WHOLE))
+    assert memory.shortage(plan, asked) == ""
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(4.5 * WHOLE) * 3)
+    assert "together need at least" in memory.shortage(plan, asked)
+    on_gpus = planned(Layout(dp=4, zero=3), cluster(memory_bytes=int(15 * WHOLE)))
+    assert memory.shortage(on_gpus, RunOptions()) == ""
+    assert "rank 0 needs at least" in memory.shortage(on_gpus, asked)
 
 
 def test_a_run_is_refused_before_any_process_starts(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 are written here by hand, from sizes worked out in the comments. No torch."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -84,6 +85,24 @@ def test_a_gather_in_place_sends_its_own_part_of_the_result():
     assert call.in_place
     (call,) = nccl_trace.calls(text.replace("0x1040", "0x1048"))
     assert not call.in_place
+
+
+def test_kept_calls_have_no_addresses_and_say_the_same():
+    text = TRACE.read_text() + line("AllReduce", 12) + line("ReduceScatter", 1, 0)
+    text += line("AllReduce", 12).replace("0x7f1", "0x7f0").replace("0x55d0", "0x7fab12")
+    text += (
+        "h:1:2 [2] NCCL INFO AllGather: opCount 0 sendbuff 0x1040 recvbuff 0x1000 acc 0x7fee count "
+        "16 datatype 9 op 0 root 0 comm 0x55d0 [nranks=4] stream 0x2\n"
+        "h:1:2 [2] NCCL INFO Send: opCount 0 sendbuff 0x1040 recvbuff (nil) count 16 datatype 9 "
+        "op 0 root 1 comm 0x55d0 [nranks=4] stream 0x2\n"
+    )
+    kept = nccl_trace.without_host(text)
+    assert set(re.findall("0x[0-9a-f]+", kept)) == {"0x0", "0x1", "0x2"}
+    before, after = nccl_trace.calls(text), nccl_trace.calls(kept)
+    numbers = {"0x55d0": "0x1", "0x7fab12": "0x2", "": ""}
+    assert after == [call._replace(comm=numbers[call.comm]) for call in before]
+    assert {call.in_place for call in after} == {True, False}
+    assert nccl_trace.without_host(kept) == kept
 
 
 def test_lines_cut_off_before_their_numbers_are_counted_and_not_guessed():

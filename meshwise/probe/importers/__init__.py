@@ -12,7 +12,7 @@ from meshwise.probe.importers import (
     param,
     primus,
 )
-from meshwise.probe.importers.found import Found
+from meshwise.probe.importers.found import Found, line_at
 from meshwise.spec import Cluster
 
 __all__ = ["Found", "read"]
@@ -34,7 +34,7 @@ def read(path: Path | str, cluster: Cluster | None = None) -> Found:
     try:
         return _read(_text(data), path.name, cluster)
     except ValueError as error:
-        told = str(error).removeprefix(f"{path.name}: ")
+        told = str(error)
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError) as error:
         told = f"holds what its tool does not write ({error!r}); was it edited or cut off?"
     raise ValueError(f"{path.name}: {' '.join(told.split())[:2000]}")
@@ -53,17 +53,16 @@ def _read(text: str, name: str, cluster: Cluster | None) -> Found:
         raise ValueError("is empty; was the run cut off?")
     tests, param_rows = nccl_tests_text.HEADER.search(text), _PARAM.search(text)
     if tests and param_rows:
-        lines = [text.count("\n", 0, match.start()) + 1 for match in (tests, param_rows)]
+        first, second = (line_at(text, match.start()) for match in (tests, param_rows))
         raise ValueError(
-            f"has a table of nccl-tests at line {lines[0]} and one of PARAM at line {lines[1]}; "
-            "split the file"
+            f"has a table of nccl-tests at {first} and one of PARAM at {second}; split the file"
         )
     if tests:
         return nccl_tests_text.read_text(text, name)
     if param_rows:
-        return param.read(text, name)
+        return param.read(text)
     if nccl_trace.MARK in text:
-        return nccl_trace.read(text, name, cluster)
+        return nccl_trace.read(text, cluster)
     if text.lstrip()[0] in "[{":
         return _json(text, name)
     return _csv(text, name)
@@ -73,20 +72,21 @@ def _json(text: str, name: str) -> Found:
     try:
         data = files.parse_json(text, name)
     except ValueError as error:
-        raise ValueError(f"{error}; was the run cut off?") from None
+        told = str(error).removeprefix(f"{name}: ")
+        raise ValueError(f"{told}; was the run cut off?") from None
     if isinstance(data, dict) and "results" in data and "config" in data:
         return nccl_tests_json.read_json(data, name)
     raise ValueError(f"is JSON, but not a report of nccl-tests; known are {KNOWN}")
 
 
 def _csv(text: str, name: str) -> Found:
-    table, first = csv_table.parsed(text), list(csv_table.headers(text, FORMS))
+    header, first = text.strip().split("\n")[0], list(csv_table.headers(text, FORMS))
     if len(first) > 1:
-        raise ValueError(f"line {first[1]} is a second header: several files in one; split it")
-    if form := csv_table.form_of(table.columns, FORMS):
-        return csv_table.read(table, form, name)
+        raise ValueError(f"{first[1]} is a second header: several files in one; split it")
+    if form := csv_table.form_of(csv_table.columns_of(header), FORMS):
+        return csv_table.read(text, form, name)
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
-        if csv_table.form_of(csv_table.parsed(text, separator).columns, FORMS):
+        if csv_table.form_of(csv_table.columns_of(header, separator), FORMS):
             raise ValueError(f"its values are separated by {word}; save it with commas between")
-    missing = csv_table.lacking(table.columns, FORMS)
+    missing = csv_table.lacking(csv_table.columns_of(header), FORMS)
     raise ValueError(missing or f"not a result of a tool that is read here ({KNOWN})")

@@ -9,58 +9,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwise.probe.importers.found import (
+    Doubts,
     Found,
     Printed,
     check_one_run,
     found_of,
-    left_out,
+    lines_of,
+    readable,
     refusal,
     short,
-    unusable,
+    warnings_about,
 )
 
 Line = Mapping[str, str]
 
 
 class Form(NamedTuple):
-    """One tool's table. ``read`` turns (line, where it is, the file's name) into rows. ``ranks``:
-    the column with the number of ranks, which must be the same in all lines."""
+    """One tool's table. ``read`` turns (where a line is, the line, the file's name) into rows.
+    ``ranks``: the column with the number of ranks, which must be the same in all lines."""
 
     name: str
     tool: str
     columns: frozenset[str]
     size_kind: str
     time_kind: str
-    read: Callable[[Line, str, str], list[Printed]]
+    read: Callable[[str, Line, str], list[Printed]]
     ranks: str = ""
 
 
-class CsvTable(NamedTuple):
-    """A parsed file. ``unread``: lines whose cells do not fit the header, and why."""
-
-    columns: tuple[str, ...]
-    lines: list[tuple[str, dict[str, str]]]  # (``line 2``, cells by column)
-    unread: list[str]
-
-
-def parsed(text: str, separator: str = ",") -> CsvTable:
-    """Parse the header, which is the first line that is not blank, and the rows under it."""
-    rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    columns = tuple(_split(rows[0][1], separator) or ())
-    found = CsvTable(columns, [], [])
-    for number, line in rows[1:]:
-        cells = _split(line, separator)
-        if cells is None:
-            found.unread.append(f"line {number}: a quote is open or a cell is too long")
-            continue
-        while len(cells) > len(columns) and not cells[-1]:
-            cells.pop()
-        if len(cells) == len(columns):
-            found.lines.append((f"line {number}", dict(zip(columns, cells, strict=True))))
-        else:
-            many = f"{len(cells)} values under {len(columns)} columns"
-            found.unread.append(f"line {number}: {many}: {short(line)}")
-    return found
+def columns_of(line: str, separator: str = ",") -> list[str]:
+    """Return the cells of a header; none if a quote is open."""
+    try:
+        return _split(line, separator)
+    except ValueError:
+        return []
 
 
 def form_of(columns: Sequence[str], forms: Sequence[Form]) -> Form | None:
@@ -68,11 +50,9 @@ def form_of(columns: Sequence[str], forms: Sequence[Form]) -> Form | None:
     return next((form for form in forms if form.columns <= set(columns)), None)
 
 
-def headers(text: str, forms: Sequence[Form]) -> Iterator[int]:
-    """Yield the numbers of the lines that are a form's header."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if form_of(_split(line, ",") or (), forms):
-            yield number
+def headers(text: str, forms: Sequence[Form]) -> Iterator[str]:
+    """Yield the places of the lines that are a form's header."""
+    return (where for where, line in lines_of(text) if form_of(columns_of(line), forms))
 
 
 def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
@@ -84,23 +64,22 @@ def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
     return told if share[form] > 0.5 else ""
 
 
-def read(table: CsvTable, form: Form, name: str) -> Found:
-    """Read the rows of one file. ``name``: the file's, for messages."""
-    rows, unread = list[Printed](), list(table.unread)
-    for where, line in table.lines:
-        try:
-            rows += form.read(line, where, name)
-        except ValueError as error:
-            unread.append(f"{where}: {error}")
+def read(text: str, form: Form, name: str) -> Found:
+    """Read the rows under the header. ``name``: the file's, which may tell the collective."""
+    (_, header), *lines = [(where, line) for where, line in lines_of(text) if line.strip()]
+    doubts, columns = Doubts(), columns_of(header)
+
+    def read_line(where: str, line: str) -> list[Printed]:
+        return form.read(where, _cells(line, columns), name)
+
+    rows = [row for of_line in readable(lines, read_line, doubts) for row in of_line]
     if not rows:
-        raise refusal(name, unread)
-    if form.ranks:
-        check_one_run([(row.where, {form.ranks: row.case.world_size}) for row in rows], name)
+        raise refusal(doubts)
+    check_one_run([(row.where, {form.ranks: row.case.world_size}) for row in rows if form.ranks])
     equal = len(rows) > 3 and len({row.time_s for row in rows}) == 1
-    constant = [f"constant: all {len(rows)} times are equal"] * equal
     return found_of(
         rows,
-        (*left_out(unread), *constant, *unusable(rows)),
+        (*warnings_about(doubts, rows), *[f"constant: all {len(rows)} times are equal"] * equal),
         tool=form.tool,
         size_kind=form.size_kind,
         time_kind=form.time_kind,
@@ -109,10 +88,18 @@ def read(table: CsvTable, form: Form, name: str) -> Found:
     )
 
 
-def _split(line: str, separator: str) -> list[str] | None:
-    """Return the cells of a line; None if a quote is open or a cell is too long."""
+def _cells(line: str, columns: Sequence[str]) -> Line:
+    cells = _split(line)
+    while len(cells) > len(columns) and not cells[-1]:
+        cells.pop()
+    if len(cells) != len(columns):
+        raise ValueError(f"{len(cells)} values under {len(columns)} columns: {short(line)}")
+    return dict(zip(columns, cells, strict=True))
+
+
+def _split(line: str, separator: str = ",") -> list[str]:
     try:
         (cells,) = csv.reader([line], strict=True, delimiter=separator)
     except csv.Error:
-        return None
+        raise ValueError("a quote is open or a cell is too long") from None
     return [cell.strip() for cell in cells]

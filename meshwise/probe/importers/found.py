@@ -3,13 +3,15 @@
 In: rows, each a case with the time that the file printed. Out: one ``Sample`` for each case. Rows
 of the same case become one sample with all their times, or an error if one had a wrong result.
 Nothing is averaged, and a warning tells of the repetition. A row that cannot be read is left out
-with a warning. A file with no readable row is a ValueError.
+with a warning. A file with no readable row is a ValueError. Errors do not name the file, since
+``importers.read`` does.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from meshwise.spec import Case, Sample
 from meshwise.spec.op import CollectiveKind, Dtype
@@ -19,6 +21,9 @@ DTYPES: dict[str, Dtype] = {
     "half": "fp16", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16",
 }  # fmt: skip
 KINDS: dict[str, CollectiveKind] = {k.replace("_", ""): k for k in get_args(CollectiveKind)}
+UNREAD = "rows cannot be read"
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Printed(NamedTuple):
@@ -34,7 +39,7 @@ class Printed(NamedTuple):
     fault: str = ""
     rank_times_s: tuple[float, ...] = ()  # one for each rank, if printed
     wrong: bool = False
-    printed: tuple[str, str] | None = None
+    printed: tuple[str, str] = ("", "")
     series: str = ""
 
 
@@ -54,6 +59,18 @@ class Found(NamedTuple):
     facts: dict[str, Any]
     num_hosts: int = 1
     device: str = ""
+
+
+class LeftOut(Exception):
+    """A valid row that has no counterpart here."""
+
+
+class Doubts(defaultdict[str, list[str]]):
+    """Doubts about a file, each with its places. ``skipped``: why valid rows are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.skipped = Counter[str]()
 
 
 _MOST = 1e15  # larger than any time, size in GB or rate
@@ -95,17 +112,38 @@ def kind_named(text: str) -> CollectiveKind | None:
     return KINDS.get(re.sub("_(base|single)$|[^a-z]", "", text.lower()))
 
 
-def check_units(units: set[str], known: set[str], where: str, tool: str) -> None:
-    """Raise a ValueError for units, as ``(ms)``, that the tool's tables do not have."""
-    if strange := ", ".join(sorted(units - known)):
-        raise ValueError(f"{where}: {strange} is not a unit of {tool}")
+def lines_of(text: str, before: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield each line with its place, ``line 17``. ``before``: how many lines came before."""
+    for number, line in enumerate(text.split("\n"), before + 1):
+        yield f"line {number}", line
 
 
-def units_in(line: str) -> set[str]:
-    return set(re.findall(r"\([^() ]{1,20}\)", line))
+def line_at(text: str, position: int) -> str:
+    """Name the line at a position, as ``lines_of`` does."""
+    return f"line {text.count(chr(10), 0, position) + 1}"
 
 
-def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]], name: str) -> None:
+def readable(
+    rows: Iterable[tuple[str, T]], read: Callable[[str, T], R], doubts: Doubts
+) -> Iterator[R]:
+    """Yield what ``read`` makes of each row and its place. A row that it cannot read is a doubt."""
+    for where, row in rows:
+        try:
+            yield read(where, row)
+        except LeftOut as why:
+            doubts.skipped[str(why)] += 1
+        except KeyError as error:
+            doubts[UNREAD].append(f"{where}: {error} is missing")
+        except (AttributeError, TypeError, ValueError) as error:
+            doubts[UNREAD].append(f"{where}: {error}")
+
+
+def strange_units(line: str, known: set[str]) -> set[str]:
+    """Return the units of a header, as ``(ms)``, that the tool's tables do not have."""
+    return set(re.findall(r"\([^() ]{1,20}\)", line)) - known
+
+
+def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]]) -> None:
     """Raise a ValueError that names both places if two places of the file contradict each other. A
     file holds one run, or several by one version on one machine."""
     first: dict[str, tuple[object, str]] = {}
@@ -115,8 +153,7 @@ def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]], name: str) -
             if known != value:
                 a, b = known or "not told", value or "not told"
                 raise ValueError(
-                    f"{name}: {what} is {a} at {at} and {b} at {where}: logs of two runs? split "
-                    "the file"
+                    f"{what} is {a} at {at} and {b} at {where}: logs of two runs? split the file"
                 )
 
 
@@ -125,20 +162,20 @@ def warning(places: Sequence[str], what: str) -> list[str]:
     return [f"{len(places)} {what}: {listed(places)}"] if places else []
 
 
-def left_out(unread: Sequence[str]) -> list[str]:
-    return warning(unread, "rows cannot be read")
+def warnings_about(doubts: Doubts, rows: Iterable[Printed] = ()) -> list[str]:
+    """Return a warning for each doubt, and one for the rows that have a fault."""
+    skipped = [f"{count} times {why}" for why, count in doubts.skipped.items()]
+    told = [f"{doubts.skipped.total()} rows left out: {listed(skipped)}"] * bool(skipped)
+    told += [text for what, places in doubts.items() for text in warning(places, what)]
+    return told + warning([f"{r.where}: {r.fault}" for r in rows if r.fault], "rows cannot be used")
 
 
-def unusable(rows: Iterable[Printed]) -> list[str]:
-    return warning([f"{r.where}: {r.fault}" for r in rows if r.fault], "rows cannot be used")
-
-
-def refusal(name: str, unread: Sequence[str]) -> ValueError:
+def refusal(doubts: Doubts) -> ValueError:
     """Return the error for a file of which no row can be read."""
-    if not unread:
-        return ValueError(f"{name}: has a header and no rows; was the run cut off?")
+    if not (unread := doubts[UNREAD]):
+        return ValueError("has a header and no rows; was the run cut off?")
     others = f"; nor can the other {len(unread) - 1}" if len(unread) > 1 else ""
-    return ValueError(f"{name}: no row can be read: {unread[0]}{others}")
+    return ValueError(f"no row can be read: {unread[0]}{others}")
 
 
 def listed(texts: Sequence[str]) -> str:

@@ -14,27 +14,31 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from meshwise.probe.importers.found import (
     DTYPES,
     KINDS,
+    Doubts,
     Found,
     Printed,
     check_one_run,
     found_of,
     is_number,
     kind_named,
+    refusal,
     short,
-    warning,
+    warnings_about,
 )
 from meshwise.probe.importers.suspicion import warnings_of
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import DTYPE_BYTES, REDUCING, ROOTED, WHOLE, CollectiveKind, Regime
 
 SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), kept"
+PLACES = ("out of place", "in place")
+PRINTED = ("time", "algbw", "busbw")  # what every placement of a row has
 TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"
 
 _KINDS = {word: kind for word, kind in KINDS.items() if kind not in ("all_to_all_v", "send")}
@@ -67,39 +71,42 @@ class Section(NamedTuple):
     average: float | None
     version: str
     nccl: str
-    unread: tuple[str, ...] = ()  # rows that cannot be read, and why
 
 
-def read(sections: Sequence[Section], name: str) -> Found:
-    """Return the samples, warnings and facts of the tables of one file."""
-    doubts: dict[str, list[str]] = {}  # what is doubtful -> where
-    if unread := [where for section in sections for where in section.unread]:
-        doubts["rows cannot be read"] = unread
+def read(sections: Sequence[Section], name: str, doubts: Doubts) -> Found:
+    """Return the samples, warnings and facts of the tables of one file. ``name``: the file's, which
+    may tell the collective."""
     sections = [
         section._replace(ranks=_listed_ranks(section.ranks, doubts))
         for section in sections
         if section.lines
     ]
-    _check_alike(sections, name)
+    if not sections:
+        raise refusal(doubts)
+    _check_alike(sections)
     tables, facts = [], []
     for section in sections:
         kind, word = _kind(section, name)
         if word:
             told = "tables do not name their collective, the file's name does"
-            doubts.setdefault(told, []).append(f"{kind} ({word})")
+            doubts[told].append(f"{kind} ({word})")
         tables.append(list(_rows(section, kind, doubts)))
         mean = fmean(
             float(half["busbw"]) for line in section.lines for half in line.values.values()
         )
         if section.average is not None and abs(mean - section.average) > 0.01:
-            doubts.setdefault("footers differ from the mean busbw of their rows", []).append(
-                f"{section.average} beside {mean:.4f} ({kind})"
-            )
+            told = "footers differ from the mean busbw of their rows"
+            doubts[told].append(f"{section.average} beside {mean:.4f} ({kind})")
         facts.append(
             {
                 "collective": kind,
                 "rows": len(section.lines),
-                "size_0_rows": [_told(line) for line in section.lines if not line.size_bytes],
+                "size_0_rows": [
+                    {"where": line.where, "count": line.count}
+                    | {PLACES[place].replace(" ", "_"): half for place, half in line.values.items()}
+                    for line in section.lines
+                    if not line.size_bytes
+                ],
                 "average_bus_bandwidth": section.average,
                 "average_of_rows": mean,
             }
@@ -107,15 +114,13 @@ def read(sections: Sequence[Section], name: str) -> Found:
     everyone = {(rank, host, device) for s in sections for rank, _, host, device in s.ranks}
     devices = sorted({device for _, _, device in everyone})
     if len(devices) > 1:
-        raise ValueError(
-            f"{name}: devices differ ({', '.join(devices)}); ranks must be of one kind"
-        )
-    warnings = [text for what, places in doubts.items() for text in warning(places, what)]
+        raise ValueError(f"devices differ ({', '.join(devices)}); ranks must be of one kind")
+    warnings = warnings_about(doubts)
     if not any(tables):
-        raise ValueError(f"{name}: no row has a counterpart here: {'; '.join(warnings)}")
+        raise ValueError(f"no row has a counterpart here: {'; '.join(warnings)}")
     return found_of(
         (row for rows in tables for row in rows),
-        (*warnings, *warnings_of(tables, name)),
+        (*warnings, *warnings_of(tables)),
         tool=f"nccl-tests {sections[-1].version}".strip(),
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
@@ -126,7 +131,7 @@ def read(sections: Sequence[Section], name: str) -> Found:
     )
 
 
-def _check_alike(sections: Sequence[Section], name: str) -> None:
+def _check_alike(sections: Sequence[Section]) -> None:
     """Check that all tables are of one machine and one version: they become one run directory."""
     places = [section.lines[0].where for section in sections]
     told = [
@@ -134,18 +139,11 @@ def _check_alike(sections: Sequence[Section], name: str) -> None:
         for s in sections
     ]
     known = [{what: value for what, value in each.items() if value} for each in told]
-    check_one_run(zip(places, known, strict=True), name)
+    check_one_run(zip(places, known, strict=True))
     hosts = [{host for _, _, host, _ in section.ranks} for section in sections]
     for place, other in zip(places, hosts, strict=True):
         if other != hosts[0]:
-            raise ValueError(
-                f"{name}: {places[0]} and {place} are of different hosts; split the file"
-            )
-
-
-def _told(line: Line) -> dict[str, Any]:
-    halves = {"in_place" if placed else "out_of_place": v for placed, v in line.values.items()}
-    return {"where": line.where, "count": line.count, **halves}
+            raise ValueError(f"{places[0]} and {place} are of different hosts; split the file")
 
 
 def _nccl_version(code: str) -> str | None:
@@ -156,7 +154,7 @@ def _nccl_version(code: str) -> str | None:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _listed_ranks(ranks: Ranks, doubts: dict[str, list[str]]) -> Ranks:
+def _listed_ranks(ranks: Ranks, doubts: Doubts) -> Ranks:
     """List each rank once, in order. If a few ranks of a single group are missing from the list,
     fill each in with host and device of the rank before it."""
     by_rank = {entry[0]: entry for entry in reversed(ranks)}
@@ -193,7 +191,7 @@ def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
     if program:
         named = kind_named(program)
         if named is None or named not in _KINDS.values():
-            raise ValueError(f"{name}: {program} is not a collective that is read here")
+            raise ValueError(f"{program} is not a collective that is read here")
         return named, ""
     possible = _possible(section)
     if len(possible) == 1:
@@ -203,7 +201,7 @@ def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
     kind = _KINDS.get(word)
     if kind is None or (possible and kind not in possible):
         raise ValueError(
-            f"{name}: does not say which collective it measured ({' or '.join(possible) or 'none'} "
+            f"does not say which collective it measured ({' or '.join(possible) or 'none'} "
             "by its columns); name it in the file's name, as all_gather.log"
         )
     return kind, word
@@ -228,9 +226,7 @@ def _possible(section: Section) -> list[CollectiveKind]:
     ]
 
 
-def _rows(
-    section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]
-) -> Iterator[Printed]:
+def _rows(section: Section, kind: CollectiveKind, doubts: Doubts) -> Iterator[Printed]:
     """Yield a row for each placement. Sizes of 0 and rows without a counterpart become doubts."""
     size, stride = _group(section)
     for line in section.lines:
@@ -253,7 +249,7 @@ def _rows(
             for in_place, half in line.values.items():
                 yield _placed(section, line, replace(op, in_place=in_place), half)
             continue
-        doubts.setdefault(what, []).append(where)
+        doubts[what].append(where)
 
 
 def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) -> Printed:
@@ -273,7 +269,7 @@ def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) 
             metrics["largest_error"] = off
         else:
             fault = f"a wrong element, off by {short(error)}"
-    place = "in place" if op.in_place else "out of place"
+    place = PLACES[op.in_place]
     return Printed(
         where=f"{line.where} {place}",
         case=Case(

@@ -4,15 +4,17 @@ Its ``env`` holds the whole environment with all secrets, so it is never read. A
 its first device. Missing numbers are null, booleans are the words true and false.
 """
 
+from functools import partial
 from typing import Any
 
-from meshwise.probe.importers.found import Found, is_number, refusal, short, whole
-from meshwise.probe.importers.nccl_tests import Line, Ranks, Section, read
+from meshwise.probe.importers.found import UNREAD, Doubts, Found, is_number, readable, short, whole
+from meshwise.probe.importers.nccl_tests import PLACES, PRINTED, Line, Ranks, Section, read
 from meshwise.spec import Regime
 
 
 def read_json(data: dict[str, Any], name: str) -> Found:
-    """Read a report. ``data``: the parsed file. ``name``: the file's, for messages."""
+    """Read a report. ``data``: the parsed file. ``name``: the file's."""
+    doubts = Doubts()
     try:
         config, results = data["config"], data["results"]
         program = str((results[0] if results else {}).get("experiment_name") or "")
@@ -23,14 +25,13 @@ def read_json(data: dict[str, Any], name: str) -> Found:
         regime: Regime = "graph" if graph else "blocking" if blocking else "pipelined"
         printed = str(data["average_bus_bandwidth"]["bandwidth"])
         version = str(data.get("nccl_version", ""))
-        lines, unread = _lines(results)
+        rows = ((f"result {number}", result) for number, result in enumerate(results, 1))
+        lines = [line for line in readable(rows, partial(_line, doubts), doubts) if line.values]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: not the JSON of nccl-tests version 3: {error!r}") from None
-    if not lines:
-        raise refusal(name, unread)
+        raise ValueError(f"not the JSON of nccl-tests version 3: {error!r}") from None
     average = float(printed) if is_number(printed) else None
-    section = Section(program, ranks, regime, lines, average, "", version, tuple(unread))
-    return read([section], name)
+    section = Section(program, ranks, regime, lines, average, "", version)
+    return read([section], name, doubts)
 
 
 def _ranks(config: dict[str, Any]) -> Ranks:
@@ -45,46 +46,25 @@ def _ranks(config: dict[str, Any]) -> Ranks:
     )
 
 
-def _lines(results: list[dict[str, Any]]) -> tuple[list[Line], list[str]]:
-    """Return the results, and which results or placements cannot be read, and why."""
-    lines, unread = [], []
-    for number, result in enumerate(results, 1):
-        where = f"result {number}"
-        try:
-            line = _line(result, where)
-        except KeyError as error:
-            unread.append(f"{where}: {error} is missing")
-            continue
-        except (AttributeError, TypeError, ValueError) as error:
-            unread.append(f"{where}: {short(str(error))}")
-            continue
-        values = {}
-        for in_place, half in line.values.items():
-            bad = [key for key in ("time", "algbw", "busbw") if not is_number(half[key])]
-            if bad:
-                placed = "in place" if in_place else "out of place"
-                unread.append(f"{where} {placed}: {bad[0]} = {short(half[bad[0]])}")
-            else:
-                values[in_place] = half
-        if values:
-            lines.append(line._replace(values=values))
-    return lines, unread
-
-
-def _line(result: dict[str, Any], where: str) -> Line:
+def _line(doubts: Doubts, where: str, result: dict[str, Any]) -> Line:
     values = {}
     for in_place, key in ((False, "out_of_place"), (True, "in_place")):
         if (half := result.get(key)) is not None:
             wrong = "N/A" if half["nwrong"] is None else str(half["nwrong"])
             time = half.get("time", half.get("cpu_time"))
             times_us = (result.get(f"{key}_per_iter") or {}).get("times_us", [])
-            values[in_place] = {
+            printed = {
                 "time": str(time),
                 "algbw": str(half["alg_bw"]),
                 "busbw": str(half["bus_bw"]),
                 "#wrong": wrong,
                 "times_us": " ".join(map(str, times_us)),
             }
+            if bad := next((k for k in PRINTED if not is_number(printed[k])), ""):
+                place = f"{where} {PLACES[in_place]}"
+                doubts[UNREAD].append(f"{place}: {bad} = {short(printed[bad])}")
+            else:
+                values[in_place] = printed
     redop, root = str(result.get("redop") or ""), int(str(result.get("root") or -1))
     size, count = whole(str(result["size"]), "size"), whole(str(result["count"]), "count")
     return Line(where, size, count, str(result["type"]), redop, root, values)

@@ -10,8 +10,17 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found, check_units, is_number, refusal, units_in, whole
-from meshwise.probe.importers.nccl_tests import Line, Section, read
+from meshwise.probe.importers.found import (
+    Doubts,
+    Found,
+    is_number,
+    line_at,
+    lines_of,
+    readable,
+    strange_units,
+    whole,
+)
+from meshwise.probe.importers.nccl_tests import PRINTED, Line, Section, read
 from meshwise.spec import Regime
 
 HEADER = re.compile(r"^#?[ \t]*(size[ \t]+count[ \t]+type\b.*)$", re.MULTILINE)
@@ -34,44 +43,43 @@ class _Half(NamedTuple):
 
 
 def read_text(text: str, name: str) -> Found:
-    """Read the tables of a log. ``name``: the file's, for messages."""
-    _check_units(text, name)
+    """Read the tables of a log. ``name``: the file's."""
+    _check_units(text)
     starts = [match.start() for match in re.finditer(r"^# nThread", text, re.MULTILINE)] or [0]
-    _check_whole(text, starts, name)
+    _check_whole(text, starts)
+    doubts = Doubts()
     bounds = zip([0, *starts], starts, [*starts[1:], len(text)], strict=False)
     sections = [
-        _section(text[before:start], text[start:end], text.count("\n", 0, start))
+        _section(text[before:start], text[start:end], text.count("\n", 0, start), doubts)
         for before, start, end in bounds
         if HEADER.search(text, start, end)
     ]
-    if not any(section.lines for section in sections):
-        raise refusal(name, [where for section in sections for where in section.unread])
-    return read(sections, name)
+    return read(sections, name, doubts)
 
 
-def _check_whole(text: str, starts: list[int], name: str) -> None:
+def _check_whole(text: str, starts: list[int]) -> None:
     """Check that each table has settings (``# nThread``) above it, else it is of a torn log."""
     headers = [match.start() for match in HEADER.finditer(text)]
     for start, end in pairwise([0, *starts, len(text)]):
         inside = [at for at in headers if start <= at < end]
         above = start == 0 and starts[0] > 0
         if len(inside) > (0 if above else 1):
-            number = text.count("\n", 0, inside[-1]) + 1
             raise ValueError(
-                f"{name}: the table at line {number} has no settings (# nThread) above it: part of "
-                "another log? split the file"
+                f"the table at {line_at(text, inside[-1])} has no settings (# nThread) above it: "
+                "part of another log? split the file"
             )
 
 
-def _check_units(text: str, name: str) -> None:
-    lines = [units_in(line) for line in _UNITS.findall(text)]
-    strange = ", ".join(sorted(set().union(*lines) - _COMMON))
-    if strange and any(line <= _COMMON for line in lines):
-        raise ValueError(f"{name}: mixed units, {strange} in some of its tables; split the file")
-    check_units(set().union(*lines), _COMMON, name, "nccl-tests")
+def _check_units(text: str) -> None:
+    lines = [strange_units(line, _COMMON) for line in _UNITS.findall(text)]
+    strange = ", ".join(sorted(set().union(*lines)))
+    if strange and not all(lines):
+        raise ValueError(f"mixed units, {strange} in some of its tables; split the file")
+    if strange:
+        raise ValueError(f"{strange} is not a unit of nccl-tests")
 
 
-def _section(before: str, text: str, first_line: int) -> Section:
+def _section(before: str, text: str, first_line: int, doubts: Doubts) -> Section:
     """Read one run. ``before`` ends with what the program prints above its settings."""
     header = HEADER.search(text)
     assert header is not None  # by the caller
@@ -81,13 +89,8 @@ def _section(before: str, text: str, first_line: int) -> Section:
     blocking, graph = "Blocking Enabled" in text, re.search(r"graph: [1-9]", text)
     regime: Regime = "graph" if graph else "blocking" if blocking else "pipelined"
     footer = re.search(r"^#\s*Avg bus bandwidth\s*:\s*(\S+)", text, re.MULTILINE)
-    lines, unread = [], []
-    for number, line in enumerate(text.split("\n"), first_line + 1):
-        if _DATA.match(line):
-            try:
-                lines.append(_row(_cells(line), _half(header[1].split()), number))
-            except ValueError as error:
-                unread.append(f"line {number}: {error}")
+    columns = header[1].split()
+    rows = ((where, line) for where, line in lines_of(text, first_line) if _DATA.match(line))
     return Section(
         program=programs[-1] if programs else "",
         ranks=tuple(
@@ -95,11 +98,10 @@ def _section(before: str, text: str, first_line: int) -> Section:
             for rank, group, host, device in _RANK.findall(text)
         ),
         regime=regime,
-        lines=lines,
+        lines=list(readable(rows, lambda where, line: _row(where, line, _half(columns)), doubts)),
         average=float(footer[1]) if footer and is_number(footer[1]) else None,
         version=versions[-1] if versions else "",
         nccl=libraries[-1] if libraries else "",
-        unread=tuple(unread),
     )
 
 
@@ -125,8 +127,9 @@ def _cells(line: str) -> list[str]:
     return cells[: max(at, 0)]
 
 
-def _row(cells: list[str], half: _Half, number: int) -> Line:
+def _row(where: str, line: str, half: _Half) -> Line:
     """Read a row's values by name, from its end."""
+    cells = _cells(line)
     cells = cells[: len(cells) - 2 * half.timestamp]  # a date and a time of day
     placements, width = (False, True)[: half.num], len(half.names)
     fixed = 3  # size, count and type; redop and root may be blank
@@ -138,11 +141,10 @@ def _row(cells: list[str], half: _Half, number: int) -> Line:
     values = {}
     for i, in_place in enumerate(placements):
         values[in_place] = dict(zip(half.names, cells[start + i * width :], strict=False))
-        told = [values[in_place][name] for name in ("time", "algbw", "busbw")]
-        if not all(map(is_number, told)):
+        if not all(is_number(values[in_place][name]) for name in PRINTED):
             raise ValueError("time, algbw or busbw is not a number")
     left = cells[fixed:start]
     root = next((int(cell) for cell in left if re.fullmatch(r"-?\d{1,7}", cell)), -1)
     redop = next((cell for cell in left if cell[0].isalpha()), "")
     size_bytes, count = whole(cells[0], "size"), whole(cells[1], "count")
-    return Line(f"line {number}", size_bytes, count, cells[2], redop, root, values)
+    return Line(where, size_bytes, count, cells[2], redop, root, values)

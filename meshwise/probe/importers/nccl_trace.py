@@ -13,7 +13,15 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import KINDS, Found, kind_named, listed, warning
+from meshwise.probe.importers.found import (
+    KINDS,
+    Found,
+    kind_named,
+    line_at,
+    lines_of,
+    listed,
+    warning,
+)
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Collective, Sample
 from meshwise.spec.op import WHOLE
 
@@ -33,6 +41,7 @@ _INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 .
     r"nranks (?P<ranks>\d{1,7})",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
 DATATYPES = (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16",
     "fp8", "fp8",
@@ -61,8 +70,8 @@ def calls(text: str) -> list[Traced]:
 def torn(text: str) -> list[str]:
     """List the lines with calls that cannot be read."""
     return [
-        f"line {number}"
-        for number, line in enumerate(text.split("\n"), 1)
+        where
+        for where, line in lines_of(text)
         if line.count(MARK) > sum(1 for _ in CALL.finditer(line))
     ]
 
@@ -96,21 +105,21 @@ def _in_place(call: Traced, sent: str, received: str) -> bool:
     return rest == 0 and 0 <= place < (call.num_ranks or call.device + 1)
 
 
-def read(text: str, name: str, cluster: Cluster | None) -> Found:
+def read(text: str, cluster: Cluster | None) -> Found:
     """Return the distinct calls of a log. If a line is cut off before its communicator's size, take
     it from the rest of the log or from ``cluster``."""
     found, lost = calls(text), torn(text)
     if not found:
-        raise ValueError(f"{name}: {len(lost)} calls of collectives, all cut off before the root")
+        raise ValueError(f"{len(lost)} calls of collectives, all cut off before the root")
     warnings = warning(lost, "lines of calls cannot be read")
-    sizes = _sizes(text, found, name)
+    sizes = _sizes(text, found)
     found = [
         call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
         for call in found
     ]
     largest = max([*sizes.values(), *(call.num_ranks for call in found)])
     if unknown := sum(not call.num_ranks for call in found):
-        taken, why = _taken(found, name, largest, cluster)
+        taken, why = _taken(found, largest, cluster)
         found = [call._replace(num_ranks=call.num_ranks or taken) for call in found]
         warnings.append(
             f"{unknown} calls do not say how many ranks took part: taken as {taken}, {why}"
@@ -133,7 +142,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         kinds = listed([f"{count} of {what}" for what, count in left_out.items()])
         warnings.append(f"{sum(left_out.values())} calls left out: {kinds}")
     if not samples:
-        raise ValueError(f"{name}: no call has a counterpart here: {warnings[-1]}")
+        raise ValueError(f"no call has a counterpart here: {warnings[-1]}")
     return Found(
         tool="NCCL trace",
         size_kind="count of elements, of a rank for all_gather and reduce_scatter; ours is the "
@@ -146,25 +155,23 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
     )
 
 
-def _sizes(text: str, found: list[Traced], name: str) -> dict[tuple[int, str], int]:
+def _sizes(text: str, found: list[Traced]) -> dict[tuple[int, str], int]:
     """Return the number of ranks of each process' communicators."""
     sizes: dict[tuple[int, str], int] = {}
     silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
     for match in _INIT.finditer(text):
         key, size = (int(match["pid"]), match["comm"]), int(match["ranks"])
         if key in silent and sizes.get(key, size) != size:  # made twice, or another job's
-            number = text.count("\n", 0, match.start()) + 1
             raise ValueError(
-                f"{name}: comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and "
-                f"{size} at line {number}, and calls that do not say which; split the file there"
+                f"comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and {size} at "
+                f"{line_at(text, match.start())}, and calls that do not say which; split the file "
+                "there"
             )
         sizes[key] = size
     return sizes
 
 
-def _taken(
-    found: list[Traced], name: str, largest: int, cluster: Cluster | None
-) -> tuple[int, str]:
+def _taken(found: list[Traced], largest: int, cluster: Cluster | None) -> tuple[int, str]:
     """Choose the number of ranks of calls whose lines do not say it, and give the reason."""
     if largest > 1:
         return largest, "the largest communicator in the log"
@@ -172,7 +179,7 @@ def _taken(
         return cluster.num_devices, "the devices of the cluster"
     seen = len({(call.pid, call.device) for call in found})
     if seen < 2:
-        raise ValueError(f"{name}: does not say how many ranks took part; give --cluster")
+        raise ValueError("does not say how many ranks took part; give --cluster")
     return seen, (
         "so many processes made calls; of more ranks the messages are larger: give --cluster then"
     )
@@ -197,5 +204,17 @@ def _case(call: Traced, world: int) -> Case | str:
 
 
 def without_host(text: str) -> str:
-    """Return only the calls of a log's lines, without the host's name before them."""
-    return "".join(f"{match[0]}\n" for match in CALL.finditer(text))
+    """Return only the calls of a log's lines, without the host's name before them and without
+    addresses of memory: communicators are numbered, and buffers only tell whether they are one."""
+    numbers = {"": ""}  # of communicators; a line may be cut off before its own
+    return "".join(f"{_without_addresses(match, numbers)}\n" for match in CALL.finditer(text))
+
+
+def _without_addresses(match: re.Match[str], numbers: dict[str, str]) -> str:
+    call, part = _call(match), "0x1"  # the smaller buffer lies before the larger one, or in it
+    whole = part if call.in_place else "0x2"
+    send, receive = (part, whole) if call.kind == "all_gather" else (whole, part)
+    comm = numbers.setdefault(match["comm"] or "", hex(len(numbers)))
+    places = match.start("send"), match.start("receive"), match.start("comm")
+    known = dict(zip(places, (send, receive, comm), strict=True))
+    return _ADDRESS.sub(lambda one: known.get(match.start() + one.start(), "0x0"), match[0])

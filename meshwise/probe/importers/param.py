@@ -14,7 +14,6 @@ size is that of the output. CSVs of the fork hold means over ranks, and their ba
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,21 +22,22 @@ from meshwise.probe.cases.sizes import MOST_RANKS, TABLES, embedding_splits, une
 from meshwise.probe.importers.csv_table import Form, Line
 from meshwise.probe.importers.found import (
     DTYPES,
+    Doubts,
     Found,
+    LeftOut,
     Printed,
     check_one_run,
-    check_units,
     found_of,
     is_number,
     kind_named,
-    left_out,
-    listed,
+    lines_of,
     number,
+    readable,
     refusal,
     seconds,
     short,
-    units_in,
-    unusable,
+    strange_units,
+    warnings_about,
     whole,
 )
 from meshwise.probe.importers.suspicion import warnings_of
@@ -85,35 +85,23 @@ class Setting(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()  # (source, destination) for pt2pt
 
 
-class Tables(NamedTuple):
-    """The rows so far. ``skipped``: why others are left out. ``unread``: lines that give none."""
-
-    rows: list[Printed]
-    skipped: Counter[str]
-    unread: list[str]
+_Row = tuple[list[str], list[str], Setting]  # cells, columns
 
 
-class _LeftOut(Exception):
-    """A valid row that has no counterpart here."""
-
-
-def read(text: str, name: str) -> Found:
+def read(text: str) -> Found:
     """Read the tables of a log, or of several in one file, with equally many ranks and each with
-    its own settings. ``name``: the file's, for messages."""
-    rows, skipped, unread = found = Tables([], Counter(), [])
-    settings = [_read_run(lines, name, found) for lines in _runs(text.split("\n"), name)]
-    alike = [(s.where, {"world_size": s.world_size, "backend": s.backend}) for s in settings]
-    check_one_run(alike, name)
-    if not rows and unread:
-        raise refusal(name, unread)
+    its own settings."""
+    rows, doubts = list[Printed](), Doubts()
+    settings = [_read_run(lines, rows, doubts) for lines in _runs(text)]
+    check_one_run((s.where, {"world_size": s.world_size, "backend": s.backend}) for s in settings)
+    if not rows and doubts:
+        raise refusal(doubts)
     if not rows:
-        why = "; ".join(skipped) or "was the run cut off?"
-        raise ValueError(f"{name}: no rows of PARAM that are read here: {why}")
-    others = [f"{count} times {why}" for why, count in skipped.items()]
-    warnings = [f"{skipped.total()} rows left out: {listed(others)}"] * bool(skipped)
+        why = "; ".join(doubts.skipped) or "was the run cut off?"
+        raise ValueError(f"no rows of PARAM that are read here: {why}")
     return found_of(
         rows,
-        [*warnings, *left_out(unread), *unusable(rows), *warnings_of([rows], name)],
+        [*warnings_about(doubts, rows), *warnings_of([rows])],
         tool="PARAM comms",
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
@@ -122,68 +110,64 @@ def read(text: str, name: str) -> Found:
     )
 
 
-def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
-    """Return the numbered lines of each run. A run begins where rank 0 prints its environment."""
-    numbered = list(enumerate(lines, 1))
-    starts = [at for at, (_, line) in enumerate(numbered) if _START.search(line)]
-    bounds = [0, *starts[1:], len(lines)]
-    for at, line in numbered[: starts[0] if starts else 0]:
+def _runs(text: str) -> list[list[tuple[str, str]]]:
+    """Return the lines of each run. A run begins where rank 0 prints its environment."""
+    lines = list(lines_of(text))
+    starts = [number for number, (_, line) in enumerate(lines) if _START.search(line)]
+    for where, line in lines[: starts[0] if starts else 0]:
         if line.lstrip().startswith("COMMS-RES"):
             raise ValueError(
-                f"{name}: line {at} is a row above any line with world_size: the end of "
-                "another log? split the file"
+                f"{where} is a row above any line with world_size: the end of another log? split "
+                "the file"
             )
-    parts = [numbered[a:b] for a, b in pairwise(bounds)]
+    parts = [lines[a:b] for a, b in pairwise([0, *starts[1:], len(lines)])]
     return [part for part in parts if any("COMMS-RES" in line for _, line in part)]
 
 
-def _read_run(lines: list[tuple[int, str]], name: str, found: Tables) -> Setting:
-    """Add the rows of one run to ``found``; return the settings as they are at its end."""
-    setting, columns, rows = _setting(lines, name), list[str](), list[Printed]()
+def _read_run(lines: list[tuple[str, str]], rows: list[Printed], doubts: Doubts) -> Setting:
+    """Add the rows of one run to ``rows``; return the settings as they are at its end."""
+    setting, columns = _setting(lines), list[str]()
+    printed: list[tuple[str, _Row]] = []
     wrong: dict[str, str] = {}  # kinds that failed PARAM's own check, and where
-    for at, line in lines:
+    for where, line in lines:
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
             setting = setting._replace(collective=told[1], pairs=_pairs(told[2], told[3]))
         if told := re.search(r"groupSize ([1-9]\d{0,6})\b", line):
             setting = setting._replace(ranks=int(told[1]))
             if setting.ranks > setting.world_size:
                 raise ValueError(
-                    f"{name}: line {at} has a group of {setting.ranks} ranks, {setting.where} "
-                    f"world_size {setting.world_size}: logs of two runs? split the file"
+                    f"{where} has a group of {setting.ranks} ranks, {setting.where} world_size "
+                    f"{setting.world_size}: logs of two runs? split the file"
                 )
         if (told := _WRONG.search(line)) and (kind := kind_named(told[1])):
-            wrong[kind] = f"wrong elements: PARAM's check failed at line {at}"
+            wrong[kind] = f"wrong elements: PARAM's check failed at {where}"
         if not line.lstrip().startswith("COMMS-RES"):
             continue
         cells = _CELL.findall(line)
         if "size (" in line:
             columns = cells[1:]
-            check_units(units_in(line), _UNITS, f"{name}: line {at}", "PARAM")
+            if strange := ", ".join(sorted(strange_units(line, _UNITS))):
+                raise ValueError(f"{where}: {strange} is not a unit of PARAM")
             continue
-        try:
-            rows.append(_read_row(cells, columns, setting, f"line {at}"))
-        except _LeftOut as why:
-            found.skipped[str(why)] += 1
-        except ValueError as error:
-            found.unread.append(f"line {at}: {error}")
-    for row in rows:
+        printed.append((where, (cells, columns, setting)))
+    for row in readable(printed, _read_row, doubts):
         assert isinstance(row.case.op, Collective)
         fault = wrong.get(row.case.op.kind, "")
-        found.rows.append(row._replace(fault=fault, wrong=bool(fault)))
+        rows.append(row._replace(fault=fault, wrong=bool(fault)))
     return setting
 
 
-def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
+def _setting(lines: list[tuple[str, str]]) -> Setting:
     told = [
-        (f"line {at}", {what: match[1]})
-        for at, line in lines
+        (where, {what: match[1]})
+        for where, line in lines
         for what, pattern in _SETTINGS.items()
         if (match := pattern.search(line))
     ]
-    check_one_run(told, name)
+    check_one_run(told)
     first = {w: (value, at) for at, facts in reversed(told) for w, value in facts.items()}
     if missing := [what for what in ("world_size", "args.z") if what not in first]:
-        raise ValueError(f"{name}: PARAM's line with {missing[0]} is missing; import the whole log")
+        raise ValueError(f"PARAM's line with {missing[0]} is missing; import the whole log")
     world, where = first["world_size"]
     return Setting(
         where=where,
@@ -202,31 +186,32 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Printed:
+def _read_row(where: str, row: _Row) -> Printed:
+    cells, columns, setting = row
     if cells[0].startswith("COMMS-RES-QUANT"):
-        raise _LeftOut("COMMS-RES-QUANT: a quantised collective is not one of ours")
+        raise LeftOut("COMMS-RES-QUANT: a quantised collective is not one of ours")
     named = _NAMED.fullmatch(cells[0])
     collective, dtype = (named[1], named[2]) if named else (setting.collective, setting.dtype)
     if len(cells) > 3 and TABLES.fullmatch(cells[2]):
         times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
         rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
         size_bytes = whole(cells[1], "size")
-        made = _table_row(cells[2], size_bytes, [times_us, *rates], where, setting.regime)
+        made = _table_row(where, cells[2], size_bytes, [times_us, *rates], setting.regime)
         if made.case.world_size != setting.world_size:
             ranks = f"{made.case.world_size} ranks"
             raise ValueError(f"a table of {ranks}, but {setting.where} has {setting.world_size}")
         return made
     kind = "send" if collective == "pt2pt" else kind_named(collective)
     if kind is None or kind not in (*_KINDS, "send"):
-        raise _LeftOut(f"{collective}: no counterpart here, or its size may be of a rank or of all")
+        raise LeftOut(f"{collective}: no counterpart here, or its size may be of a rank or of all")
     if dtype not in DTYPES:
-        raise _LeftOut(f"{dtype}: no counterpart here")
+        raise LeftOut(f"{dtype}: no counterpart here")
     if len(cells) != len(columns) + 1:
         raise ValueError(f"{len(cells)} values under {len(columns) + 1} columns")
     printed = dict(zip(reversed(columns), reversed(cells), strict=False))  # the first p75 of two
     size_bytes = whole(_named(printed, _SIZE, "total-size (B)"), "size")
     if size_bytes == 0:
-        raise _LeftOut("size 0: no time of a message")
+        raise LeftOut("size 0: no time of a message")
     op = _operation(kind, DTYPES[dtype], size_bytes, setting)
     time = _named(printed, _TIME, "Latency(us):p50")
     if (elements := printed.get("nElementsPerRank")) is not None:
@@ -240,7 +225,7 @@ def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str
         case=Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size),
         time_s=seconds(time, "p50", 1e-6),
         metrics=_metrics(printed),
-        printed=(time, busbw) if is_number(busbw) else None,
+        printed=(time, busbw) if is_number(busbw) else ("", ""),
         series=f"{op.kind} {op.dtype} {backend}".rstrip(),
     )
 
@@ -257,7 +242,7 @@ def _operation(kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Set
     n = setting.ranks
     if kind == "send":
         if not setting.pairs:
-            raise _LeftOut("pt2pt without src_ranks and dst_ranks: between which ranks?")
+            raise LeftOut("pt2pt without src_ranks and dst_ranks: between which ranks?")
         first = setting.pairs[0]
         alone: tuple[int, ...] = first if len(setting.pairs) == 1 else ()
         return Collective(
@@ -270,7 +255,7 @@ def _operation(kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Set
         )
     if kind == "all_to_all_v":
         if n > MOST_RANKS:
-            raise _LeftOut(f"all_to_allv of more than {MOST_RANKS} ranks")
+            raise LeftOut(f"all_to_allv of more than {MOST_RANKS} ranks")
         if size_bytes % n:
             raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
         return uneven(((size_bytes // n,) * n,) * n, n, dtype)
@@ -303,10 +288,10 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
 
 
 def _table_row(
+    where: str,
     btd: str,
     size_bytes: int,
     per_rank: Sequence[Sequence[float]],
-    where: str,
     regime: Regime = "blocking",
 ) -> Printed:
     """Make a row. ``per_rank``: times in us, then bandwidths in GB/s; of each rank, or a mean."""
@@ -329,11 +314,11 @@ def _table_row(
     )
 
 
-def _csv_row(line: Line, where: str, _: str) -> list[Printed]:
+def _csv_row(where: str, line: Line, _: str) -> list[Printed]:
     time_us = seconds(line["latency_us"], "latency_us")
     rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
     size_bytes = whole(line["size_bytes"], "size_bytes")
-    return [_table_row(line["btd"], size_bytes, [[time_us], *rates], where)]
+    return [_table_row(where, line["btd"], size_bytes, [[time_us], *rates])]
 
 
 FORM = Form(

@@ -49,7 +49,7 @@ def _dtype(text: str) -> Dtype:
     return DTYPES[plain]
 
 
-def _gemm(line: Line, where: str, _: str) -> list[Printed]:
+def _gemm(where: str, line: Line, _: str) -> list[Printed]:
     dtype = _dtype(line["dtype"])
     m, n, k = (whole(line[column], column, 1) for column in "mnk")
     op = Gemm(
@@ -70,7 +70,7 @@ def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
     return words[line[column]]
 
 
-def _attention(line: Line, where: str, _: str) -> list[Printed]:
+def _attention(where: str, line: Line, _: str) -> list[Printed]:
     rows = []
     directions: dict[str, Direction] = {"fwd_time": "forward", "bwd_time": "backward"}
     for column, direction in directions.items():
@@ -95,25 +95,25 @@ def _product(line: Line, *columns: str) -> int:
     return prod(whole(line[column], column, 1) for column in columns)
 
 
-def _all_to_all(line: Line, where: str, _: str) -> list[Printed]:
+def _all_to_all(where: str, line: Line, _: str) -> list[Printed]:
     ranks = whole(line["EP-Size"], "EP-Size", 2)
     tokens = _product(line, "MBS", "Seq", "TopK")
     elements = -(-tokens // ranks) * ranks * _product(line, "HiddenSize")
-    return [_timed(line, where, "all_to_all", elements, ranks)]
+    return [_timed(where, line, "all_to_all", elements, ranks)]
 
 
-def _collective(line: Line, where: str, name: str) -> list[Printed]:
+def _collective(where: str, line: Line, name: str) -> list[Printed]:
     """Read a collective. all_reduce moves twice the others' bytes; all_gather drops Seq % W."""
     ranks, elements = whole(line["WorldSize"], "WorldSize", 2), _product(line, *_MESSAGE)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
     moved = _moved(line) * ranks / (ranks - 1)
     if abs(moved / size_bytes - 2) < 2 * _TOLERANCE:
-        return [_timed(line, where, "all_reduce", elements, ranks)]
+        return [_timed(where, line, "all_reduce", elements, ranks)]
     kind = _kind_by_name(name)
     if kind == "all_gather":
         sequence = _product(line, "Seq")
         elements = elements // sequence * (sequence // ranks * ranks)
-    return [_timed(line, where, kind, elements, ranks)]
+    return [_timed(where, line, kind, elements, ranks)]
 
 
 def _kind_by_name(name: str) -> CollectiveKind:
@@ -127,17 +127,17 @@ def _kind_by_name(name: str) -> CollectiveKind:
     return named[0]
 
 
-def _fsdp(line: Line, where: str, name: str) -> list[Printed]:
+def _fsdp(where: str, line: Line, name: str) -> list[Printed]:
     ranks = whole(line["WorldSize"], "WorldSize", 2)
     elements = _product(line, "Layer Weight") // ranks * ranks
-    return [_timed(line, where, _kind_by_name(name), elements, ranks)]
+    return [_timed(where, line, _kind_by_name(name), elements, ranks)]
 
 
-def _send(line: Line, where: str, _: str) -> list[Printed]:
+def _send(where: str, line: Line, _: str) -> list[Printed]:
     """Read a send: half a ping-pong's time, unless the bandwidth shows it is halved already."""
     elements = _product(line, *_MESSAGE)
     both_ways = _moved(line) > 1.5 * elements * DTYPE_BYTES[_dtype(line["DataType"])]
-    return [_timed(line, where, "send", elements, 2, share=0.5 if both_ways else 1.0)]
+    return [_timed(where, line, "send", elements, 2, share=0.5 if both_ways else 1.0)]
 
 
 def _moved(line: Line) -> float:
@@ -146,7 +146,7 @@ def _moved(line: Line) -> float:
 
 
 def _timed(
-    line: Line, where: str, kind: CollectiveKind, elements: int, ranks: int, share: float = 1.0
+    where: str, line: Line, kind: CollectiveKind, elements: int, ranks: int, share: float = 1.0
 ) -> Printed:
     """Make a row. The operation takes ``share`` of the printed time; busbw must match this."""
     dtype = _dtype(line["DataType"])

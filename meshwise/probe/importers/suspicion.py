@@ -20,17 +20,17 @@ _UNITS = {8.0: "Gbit/s", 1 / 1.073741824: "GiB/s", 1000.0: "MB/s", 0.001: "TB/s"
 _Series = list[list[Printed]]  # each list: rows with ``printed`` that differ only in size
 
 
-def warnings_of(tables: Sequence[Sequence[Printed]], source: str) -> list[str]:
-    """Return a warning for all that is suspicious in one file. ``source``: its name, for errors."""
+def warnings_of(tables: Sequence[Sequence[Printed]]) -> list[str]:
+    """Return a warning for all that is suspicious in one file."""
     found: dict[tuple[object, ...], list[Printed]] = {}
     for number, rows in enumerate(tables):
         for row in rows:
-            if row.printed is not None:
+            if row.printed[0]:
                 key = number, row.series, _op(row).dtype
                 found.setdefault(key, []).append(row)
     series = list(found.values())
     doubts = (_constant, _descending, _quantised)
-    return [text for doubt in doubts for text in doubt(series)] + _unrelated(series, source)
+    return [text for doubt in doubts for text in doubt(series)] + _unrelated(series)
 
 
 def _op(row: Printed) -> Collective:
@@ -38,15 +38,10 @@ def _op(row: Printed) -> Collective:
     return row.case.op
 
 
-def _time(row: Printed) -> str:
-    assert row.printed is not None
-    return row.printed[0]
-
-
 def _constant(series: _Series) -> list[str]:
     found = []
     for rows in series:
-        for time, same in groupby(rows, key=_time):
+        for time, same in groupby(rows, key=lambda row: row.printed[0]):
             run = list(same)
             if len(run) >= _SAME and len({_op(row).size_bytes for row in run}) >= _SAME:
                 where = f"{len(run)} sizes from {_line(run[0])} on"
@@ -70,7 +65,7 @@ def _line(row: Printed) -> str:
 
 
 def _quantised(series: _Series) -> list[str]:
-    coarse = [row.series for rows in series for row in rows if _digits(_time(row)) < 3]
+    coarse = [row.series for rows in series for row in rows if _digits(row.printed[0]) < 3]
     total, names = sum(map(len, series)), listed(list(dict.fromkeys(coarse)))
     said = f"quantised: {len(coarse)} of {total} times have fewer than three digits: {names}"
     return [said] * bool(coarse)
@@ -82,13 +77,13 @@ def _digits(text: str) -> int:
     return len(re.sub(r"[^0-9]", "", mantissa).lstrip("0"))
 
 
-def _unrelated(series: _Series, source: str) -> list[str]:
+def _unrelated(series: _Series) -> list[str]:
     """Warn of bandwidths that differ from size / time by more than rounding."""
     wrong = []
     for rows in series:
         units: dict[str, str] = {}
         for row in rows:
-            time, busbw = row.printed or ("", "")
+            time, busbw = row.printed
             expected = _op(row).size_bytes * _op(row).bus_factor
             if min(_digits(time), _digits(busbw)) < 3 or not expected:
                 continue
@@ -103,7 +98,7 @@ def _unrelated(series: _Series, source: str) -> list[str]:
         if len(units) > 1:
             said = ", ".join(f"{unit} from {where}" for unit, where in units.items())
             raise ValueError(
-                f"{source}: {rows[0].series}: bandwidths in mixed units ({said}); split the file"
+                f"{rows[0].series}: bandwidths in mixed units ({said}); split the file"
             )
     said = f"busbw does not follow from size and time in {len(wrong)} rows: {listed(wrong)}"
     return [said] * bool(wrong)

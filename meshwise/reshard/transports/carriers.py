@@ -1,7 +1,7 @@
 """Carriers of messages between ranks: NCCL, gloo, symmetric memory. See ``staged.Carrier``."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from meshwise import nccl, torch_private
 from meshwise.ranks import Ranks
+from meshwise.reshard.transports.base import PROGRAMS
 from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.peers import Meeting, Peers
-from meshwise.reshard.transports.staged import PROGRAMS, Slots, Spans
+from meshwise.reshard.transports.staged import Slots, Spans
 
 _made = itertools.count()
 _CONNECTIONS = 4  # of gloo, each with a socket and a thread; 8 were slower between two GPUs
@@ -155,7 +156,6 @@ class Symmetric:
         assert dist.group.WORLD is not None
         self.memory, self.group, self.ranks = memory, dist.group.WORLD, ranks
         self.peers = Peers()
-        self.meetings: list[Meeting] = []
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
         """Allocate as much symmetric memory as any rank asks for; all ranks ask together."""
@@ -181,7 +181,7 @@ class Symmetric:
             )
 
         partners = sorted({*regions, *far})
-        meet, taken = (self._meeting(partners).meet for _ in range(2))
+        meet, taken = (Meeting(self.ranks, self.peers, partners).meet for _ in range(2))
         memory = list(mine[: count * nbytes].view(count, nbytes))
         return Slots(memory, exchange, lambda slot: meet(), taken)
 
@@ -194,7 +194,7 @@ class Symmetric:
             far = handle.get_remote_tensor(peer, (begins + length,), source.dtype)
             pairs.append((into[span], far[begins:]))
         copy, staged = _copies(pairs), mine[: source.nbytes].view(source.dtype)
-        meet = self._meeting(sorted({*sends, *receives})).meet
+        meet = Meeting(self.ranks, self.peers, sorted({*sends, *receives})).meet
 
         def work() -> None:
             staged.copy_(source)
@@ -205,7 +205,7 @@ class Symmetric:
         return work
 
     def add(self, value: Tensor, total: Tensor) -> Launch:
-        meeting = self._meeting(self.ranks.others)
+        meeting = Meeting(self.ranks, self.peers, self.ranks.others)
 
         def work() -> None:
             meeting.value.copy_(value)
@@ -215,15 +215,10 @@ class Symmetric:
         return work
 
     def release(self) -> None:
-        for meeting in self.meetings:
-            meeting.stop.fill_(1)
+        self.peers.release()
 
     def close(self) -> None:
         self.peers.close()
-
-    def _meeting(self, others: Sequence[int]) -> Meeting:
-        self.meetings.append(Meeting(self.ranks, self.peers, others))
-        return self.meetings[-1]
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:

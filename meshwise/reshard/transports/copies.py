@@ -37,6 +37,9 @@ class Lines(NamedTuple):
     kind: npt.NDArray[np.int32]
     pairs: Sequence[Pair]
 
+    def some(self, at: slice | npt.NDArray[np.intp]) -> "Lines":
+        return Lines(self.at[at], self.kind[at], self.pairs)
+
 
 def lines(
     table: Table,

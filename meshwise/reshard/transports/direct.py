@@ -28,11 +28,17 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table, TileBuffer
+from meshwise.reshard.transports.base import (
+    PROGRAMS,
+    JobStage,
+    Transport,
+    TransportJob,
+    num_bytes,
+    straight,
+)
 from meshwise.reshard.transports.copies import Addresses, Lines, copier
-from meshwise.reshard.transports.job import Job, JobStage, Transport, in_place, num_bytes, straight
-from meshwise.reshard.transports.lanes import Lanes, Launch
+from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.peers import Handle, Meeting, Peers, share
-from meshwise.reshard.transports.staged import PROGRAMS
 
 PULL_PROGRAMS = 132  # over all peers: they fill the links, one per multiprocessor of an H100
 BESIDE_PROGRAMS = 64  # of each kernel beside the pulls, which must find room at once
@@ -43,18 +49,15 @@ _LINE = 2**13
 
 
 class Direct(Transport):
-    """A job's pulls, ready to be launched. ``launch`` may be captured in a graph."""
+    """A job's pulls, ready to be launched."""
 
-    def __init__(self, job: Job, cap_bytes: int) -> None:
-        self.job = job
-        self.lanes = Lanes(job.device)
-        self.refused = torch.zeros(1, dtype=torch.int32, device=job.device)
-        self.peers = Peers()
-        self.meeting = Meeting(job.ranks, self.peers, job.ranks.others)
-        self.value, self.total = self.meeting.value, self.meeting.total
-        self.own = job.addresses()
+    def __init__(self, job: TransportJob, cap_bytes: int) -> None:
+        super().__init__(job)
+        self.connections = self.peers = Peers()
+        meeting = Meeting(job.ranks, self.peers, job.ranks.others)
+        self.value, self.total, self.agree = meeting.value, meeting.total, meeting.meet
         self.far = self._reached()
-        self.stages: list[_DirectStage] = [_DirectStage(self, table) for table in job.stages]
+        self.stages = [_DirectStage(self, table) for table in job.stages]
         if (most := max(job.ranks.gather(self.extra_bytes))) > cap_bytes:
             raise ValueError(
                 f"cap_bytes = {cap_bytes}: tables and hashes need {most} bytes on some rank; give "
@@ -84,59 +87,35 @@ class Direct(Transport):
             found[number] = self.peers.address(Handle(*shared[buffer.rank][_key(buffer)]))
         return found
 
-    def launch(self) -> None:
-        """Run all stages. Nothing is touched if some rank came with a ``value`` other than 0."""
-        self.meeting.meet()
-        self.refused.copy_(self.total)
-        for stage in self.stages:
-            stage.launch()
-
-    def parts(self) -> Iterator[tuple[str, Launch]]:
-        """Yield the parts of a refit, to be timed each alone; all ranks have the same parts."""
-        for stage in self.stages:
-            yield "copy_within", stage.local
-            if stage.travels:
-                yield "move", stage.pull
-                yield "hash", stage.look
-                yield "compare", stage.fetch
-            yield "meet", self.meeting.meet
-
-    def release(self) -> None:
-        """Release the device if it waits for a peer that will not come."""
-        self.meeting.stop.fill_(1)
-
-    def close(self) -> None:
-        self.peers.close()
-
 
 class _DirectStage(JobStage):
     def __init__(self, direct: Direct, table: Table) -> None:
-        super().__init__(job := direct.job, table)
-        self.direct, found, own = direct, self.ends, direct.own
+        super().__init__(direct, table)
+        self.direct, job, found = direct, self.job, self.ends
         changing = len(found.receives) if job.delta else 0
-        self.last = self.theirs.new_zeros(changing)
         self.changed = torch.ones(changing, dtype=torch.int32, device=job.device)
-        self.fresh = torch.ones(1, dtype=torch.bool, device=job.device)  # nothing is there yet
         self.pulls = self._pulls()
         pulled = num_bytes(found.receives)
         hidden = num_bytes(found.local) <= BESIDE * pulled
-        make = partial(copier, refused=direct.refused)
-        self.local: Launch = make(
-            straight(job, found.local, own, own), None,
-            programs=BESIDE_PROGRAMS if hidden else PROGRAMS,
-        )  # fmt: skip
-        hashed = partial(make, programs=PROGRAMS, stores=False)
+        self.local = self.copied_within(BESIDE_PROGRAMS if hidden else PROGRAMS)
         beside = job.verify == "hash" and pulled and not job.delta
         sources = np.concatenate([found.sends, found.local]) if self.full else found.sends
         self.look = _once(
-            in_place(job, sources, own, "read"), self.looked,
-            partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS),
+            self.lines_in_place(sources, "read"), self.looked,
+            partial(self.hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS),
         )  # fmt: skip
         if self.full:
-            written = in_place(job, found.local, own, "write")
-            self.kept_again = hashed(written, self.kept[1], programs=PULL_PROGRAMS)
+            put = self.lines_in_place(found.local, "write")
+            self.kept_again = self.hashed(put, self.kept[1], PULL_PROGRAMS)
         self.fetch = self._fetch()
         self.travels = any(job.ranks.gather(bool(found.send_spans)))
+
+    def parts(self) -> Iterator[tuple[str, Launch]]:
+        if self.travels:
+            yield "move", self.pull
+            yield "hash", self.look
+            yield "compare", self.fetch
+        yield "meet", self.direct.agree
 
     @property
     def extra_bytes(self) -> int:
@@ -144,16 +123,15 @@ class _DirectStage(JobStage):
         lines = (
             len(found.sends) + (1 + full) * len(found.receives) + (1 + 2 * full) * len(found.local)
         )
-        sums = self.looked, self.received, self.theirs, self.last, self.kept[1], self.changed
+        sums = self.looked, self.received, self.theirs, *self.last, self.kept[1], self.changed
         return 7 * 8 * lines + 3 * self.looked.nbytes + sum(tensor.nbytes for tensor in sums)
 
     def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
         """Return, for each peer, launches that pull a part and read it again, part by part. Each
         peer gets programs by its share of the bytes."""
         direct, found, job = self.direct, self.ends, self.job
-        make = partial(copier, refused=direct.refused)
-        far = straight(job, found.receives, direct.far, direct.own)
-        written = in_place(job, found.receives, direct.own, "write")
+        far = straight(job, found.receives, direct.far, self.own)
+        put = self.lines_in_place(found.receives, "write")
         total = max(1, num_bytes(found.receives))
         fused = self.received if job.verify == "hash" else None
         chosen = self.changed if job.delta else None
@@ -164,11 +142,11 @@ class _DirectStage(JobStage):
             of_peer: list[tuple[Launch, Launch | None]] = []
             for part in parts:
                 at = slice(span.start + part.start, span.start + part.stop)
-                pull = make(_some(far, at), fused, programs=programs, chosen=chosen)
-                again = partial(make, programs=AGAIN_PROGRAMS, stores=False)
-                of_peer.append(
-                    (pull, again(_some(written, at), self.received) if self.full else None)
-                )
+                pull = copier(far.some(at), fused, self.refused, programs, chosen=chosen)
+                again = None
+                if self.full:
+                    again = self.hashed(put.some(at), self.received, AGAIN_PROGRAMS)
+                of_peer.append((pull, again))
             pulls.append(of_peer)
         return pulls
 
@@ -184,23 +162,24 @@ class _DirectStage(JobStage):
             lines += _plain(address, self.theirs[span].data_ptr(), 8 * (span.stop - span.start))
         at = np.array(lines, np.int64).reshape(-1, 7)
         every = Lines(at, np.full(len(at), 8, np.int32), ())
-        return copier(every, None, direct.refused, PULL_PROGRAMS)
+        return copier(every, None, self.refused, PULL_PROGRAMS)
 
     def launch(self) -> None:
-        lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.job
+        lanes, meet, job = self.direct.lanes, self.direct.agree, self.job
         begin = lanes.now()
         aside = [lanes.run("local", self._keep, begin)]
         if not self.travels:
             lanes.join(*aside)
             if self.full:
                 self.look()
-            self._judge()
+            self.count_wrong()
+            meet()
             return
         if job.delta:
             self.look()
             meet()
             self.fetch()
-            self.changed.copy_(torch.ne(self.theirs, self.last) | self.fresh)
+            self.changed.copy_(self.changes()[0])
         elif job.verify == "hash":
             aside.append(lanes.run("look", self.look, begin))
         self.pull()
@@ -211,20 +190,13 @@ class _DirectStage(JobStage):
         if job.verify == "off":
             return
         self.fetch()
-        self._judge()
+        self.count_wrong()
+        meet()
 
     def _keep(self) -> None:
         self.local()
         if self.full:
             self.kept_again()
-
-    def _judge(self) -> None:
-        value = self.direct.meeting.value
-        if self.travels:
-            value.add_(torch.ne(self.theirs, self.received).sum())
-        if self.full:
-            value.add_(torch.ne(*self.kept).sum())
-        self.direct.meeting.meet()
 
     def pull(self) -> None:
         lanes = self.direct.lanes
@@ -235,10 +207,6 @@ class _DirectStage(JobStage):
                 if again:
                     ends.append(lanes.run(f"again {i}", again, ends[-1]))
         lanes.join(*ends)
-
-    def settle(self, verified: bool) -> None:
-        self.last.copy_(self.theirs)
-        self.fresh.fill_(not verified)
 
     def changed_here(self) -> npt.NDArray[np.bool_]:
         changed: npt.NDArray[np.bool_] = self.changed.cpu().numpy() != 0
@@ -255,17 +223,13 @@ def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch])
     at[:, 6] = np.arange(len(at))
     each = sums.new_zeros(len(at))
     index = torch.from_numpy(which.reshape(-1)).to(sums.device)
-    look = hashed(Lines(at, lines.kind[first], lines.pairs), each)
+    look = hashed(lines.some(first)._replace(at=at), each)
 
     def launch() -> None:
         look()
         torch.index_select(each, 0, index, out=sums)
 
     return launch
-
-
-def _some(lines: Lines, at: slice) -> Lines:
-    return Lines(lines.at[at], lines.kind[at], lines.pairs)
 
 
 def _key(buffer: TileBuffer) -> str:

@@ -44,16 +44,13 @@ class Lanes:
             priority = -1 if name in self.urgent else 0
             self.streams[name] = torch.cuda.Stream(self.device, priority=priority)
         stream = self.streams[name]
-        for event in after:
-            if event is not None:
-                stream.wait_event(event)
+        for event in filter(None, after):
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             work()
         return stream.record_event()
 
     def join(self, *events: Any) -> None:
         """Let the current stream wait for those events."""
-        if self.device.type == "cuda":
-            for event in events:
-                if event is not None:
-                    torch.cuda.current_stream(self.device).wait_event(event)
+        for event in filter(None, events):  # all None on a CPU
+            torch.cuda.current_stream(self.device).wait_event(event)

@@ -58,10 +58,17 @@ def can_share(device: torch.device) -> bool:
 
 
 class Peers:
-    """Allocations of peers that this process has opened. ``close`` before a peer frees them."""
+    """Allocations of peers that this process has opened, and its meetings with them. ``close``
+    before a peer frees them."""
 
     def __init__(self) -> None:
         self.bases: dict[str, int] = {}
+        self.stops: list[Tensor] = []
+
+    def release(self) -> None:
+        """Release devices that wait for a peer that will not come."""
+        for stop in self.stops:
+            stop.fill_(1)
 
     def address(self, shared: Handle) -> int:
         handle, offset = shared
@@ -94,7 +101,7 @@ class Meeting:
     """A meeting of the devices of this rank and ``others`` on their streams, without their hosts.
 
     ``value``: this rank's number (int32) for the next meeting. ``total``: the sum of all numbers in
-    the last. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
+    the last.
     """
 
     def __init__(self, ranks: Ranks, peers: Peers, others: Sequence[int]) -> None:
@@ -105,7 +112,8 @@ class Meeting:
         self.near = torch.zeros(2 * lanes, dtype=torch.int64, device=device)
         self.value = torch.zeros(1, dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        peers.stops.append(stop)
         epoch = torch.zeros(1, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         boxes = ranks.gather([share(self.near), list(others)])
@@ -115,5 +123,5 @@ class Meeting:
             far[lane] = peers.address(Handle(*box)) + 16 * known.index(here)
         self.far = torch.tensor(far, device=device)
         self.meet: Callable[[], object] = kernels.meeting(
-            self.far, self.near, len(others), epoch, self.value, self.total, self.stop
+            self.far, self.near, len(others), epoch, self.value, self.total, stop
         )

@@ -17,14 +17,20 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
+from meshwise.reshard.transports.base import (
+    Connections,
+    Ends,
+    JobStage,
+    Transport,
+    TransportJob,
+    at,
+)
 from meshwise.reshard.transports.copies import copier, lines
-from meshwise.reshard.transports.job import Ends, Job, JobStage, Transport, at, in_place, straight
-from meshwise.reshard.transports.lanes import Lanes, Launch
+from meshwise.reshard.transports.lanes import Launch
 
 SLOTS = 2
 STEPS, STEP_BYTES = 8, 2**24  # at least so many steps, if each has so many bytes, to overlap
 LINE_WORDS = 7
-PROGRAMS = 528  # of a kernel that has the device for itself
 
 Spans = Mapping[int, slice]  # bytes of a slot, by peer
 
@@ -43,7 +49,7 @@ class Slots(NamedTuple):
     taken: Launch | None = None
 
 
-class Carrier(Protocol):
+class Carrier(Connections, Protocol):
     """Moves messages between ranks. Launches go to the current stream, or block on a CPU; ranks
     make them together. ``programs``: of the packing kernels, fewer if the carrier needs
     multiprocessors. ``blocks``: the host waits in a launch, and knows its outcome."""
@@ -60,54 +66,22 @@ class Carrier(Protocol):
     def add(self, value: Tensor, total: Tensor) -> Launch:
         """Sum one int32 over all ranks, from ``value`` into ``total``."""
 
-    def release(self) -> None:
-        """Release the device if it waits for a peer that will not come."""
-
-    def close(self) -> None: ...
-
 
 class Staged(Transport):
-    """A job's steps, ready to be launched. On a GPU ``launch`` may be captured in a graph if the
-    carrier's launches may."""
+    """A job's steps, ready to be launched."""
 
-    def __init__(self, job: Job, carrier: Carrier, cap_bytes: int) -> None:
-        self.job, self.carrier = job, carrier
-        self.lanes = Lanes(job.device, urgent=("pack", "taken"))
-        self.own = job.addresses()
-        self.value, self.total, self.refused = (
-            torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(3)
-        )
+    def __init__(self, job: TransportJob, carrier: Carrier, cap_bytes: int) -> None:
+        super().__init__(job, urgent=("pack", "taken"))
+        self.connections, self.blocks = carrier, carrier.blocks
+        self.value, self.total = torch.zeros_like(self.refused), torch.zeros_like(self.refused)
         each = cap_bytes // len(job.stages)  # stages keep their slots at the same time
-        self.stages: list[_Stage] = [_Stage(self, table, each) for table in job.stages]
-        self.verdict = carrier.add(self.value, self.total)
+        self.stages = [_Stage(self, carrier, table, each) for table in job.stages]
+        self.agree = carrier.add(self.value, self.total)
 
     def launch(self) -> None:
-        """Run all stages. Nothing is touched if some rank came with a ``value`` other than 0."""
-        self.verdict()
-        self.refused.copy_(self.total)
-        if self.carrier.blocks and self.refused:
-            return
-        for stage in self.stages:
-            stage.launch()
-        self.verdict()
-
-    def parts(self) -> Iterator[tuple[str, Launch]]:
-        """Yield the parts of a refit, to be timed each alone; all ranks have the same parts."""
-        for stage in self.stages:
-            yield "copy_within", stage.local
-            for number, step in enumerate(stage.steps):
-                yield "pack", partial(stage.pack, number)
-                yield "move", step.move
-                yield "unpack", step.unpack
-                if stage.slots.taken:
-                    yield "meet", stage.slots.taken
-            yield "compare", stage.swap
-
-    def release(self) -> None:
-        self.carrier.release()
-
-    def close(self) -> None:
-        self.carrier.close()
+        super().launch()
+        if not (self.blocks and self.refused):
+            self.agree()
 
 
 class _Step(NamedTuple):
@@ -154,41 +128,45 @@ def _side(table: Table, spans: dict[int, slice], count: int) -> _Side:
 
 
 class _Stage(JobStage):
-    def __init__(self, staged: Staged, table: Table, cap_bytes: int) -> None:
-        super().__init__(job := staged.job, table)
-        self.staged, found = staged, self.ends
+    KNOWN = ("sent", "theirs")
+
+    def __init__(self, staged: Staged, carrier: Carrier, table: Table, cap_bytes: int) -> None:
+        super().__init__(staged, table)
+        self.lanes, self.programs, job, found = staged.lanes, carrier.programs, self.job, self.ends
         count = _num_steps(job, found, cap_bytes, self._tables_bytes)
         self.sides = (
             _side(found.sends, found.send_spans, count),
             _side(found.receives, found.receive_spans, count),
         )
         slots = min(SLOTS, count)
-        self.slots = staged.carrier.slots(slots, self.sides[0].nbytes, self.sides[0].regions)
+        self.slots = carrier.slots(slots, self.sides[0].nbytes, self.sides[0].regions)
         self.landing = [
             torch.empty(self.sides[1].nbytes, dtype=torch.uint8, device=job.device)
             for _ in range(slots)
         ]
         self.changed = np.ones(len(found.sends), np.bool_), np.ones(len(found.receives), np.bool_)
-        self.last = torch.zeros_like(self.sent), torch.zeros_like(self.received)  # for ``delta``
-        self.fresh = True  # the destination has nothing
         self.steps = [self._step(i) for i in range(count)]
-        whole = partial(copier, refused=staged.refused, programs=PROGRAMS)
-        own = staged.own
-        self.local: Launch = whole(straight(job, found.local, own, own), None)
+        self.local = self.copied_within()
         if job.delta:
-            self.look = whole(in_place(job, found.sends, own, "read"), self.sent, stores=False)
-        self.again: list[Launch] = []
-        if self.full:
-            self.again = [
-                whole(in_place(job, table, own, end), sums, stores=False)
-                for table, end, sums in (
-                    (found.sends, "read", self.sent), (found.receives, "write", self.received),
-                    (found.local, "read", self.kept[0]), (found.local, "write", self.kept[1]),
-                )
-            ]  # fmt: skip
-        self.swap = staged.carrier.swap(
-            self.sent, found.send_spans, self.theirs, found.receive_spans
-        )
+            self.look = self.hashed(self.lines_in_place(found.sends, "read"), self.sent)
+        self.again = [
+            self.hashed(self.lines_in_place(table, end), sums)
+            for table, end, sums in (
+                (found.sends, "read", self.sent), (found.receives, "write", self.received),
+                (found.local, "read", self.kept[0]), (found.local, "write", self.kept[1]),
+            )
+            if self.full
+        ]  # fmt: skip
+        self.swap = carrier.swap(self.sent, found.send_spans, self.theirs, found.receive_spans)
+
+    def parts(self) -> Iterator[tuple[str, Launch]]:
+        for number, step in enumerate(self.steps):
+            yield "pack", partial(self.pack, number)
+            yield "move", step.move
+            yield "unpack", step.unpack
+            if self.slots.taken:
+                yield "meet", self.slots.taken
+        yield "compare", self.swap
 
     @property
     def extra_bytes(self) -> int:
@@ -206,10 +184,10 @@ class _Stage(JobStage):
         return 8 * (LINE_WORDS * lines_ + sums)
 
     def _step(self, number: int) -> _Step:
-        job, own, slot = self.job, self.staged.own, number % SLOTS
+        job, own, slot = self.job, self.own, number % SLOTS
         sends, receives = self.sides
         fused = job.verify == "hash"
-        work = partial(copier, refused=self.staged.refused, programs=self.staged.carrier.programs)
+        work = partial(copier, refused=self.refused, programs=self.programs)
         out, places, send_spans = sends.step(number, self.changed[0])
         table = sends.table[out]
         pack = lines(
@@ -229,7 +207,7 @@ class _Stage(JobStage):
         )
 
     def launch(self) -> None:
-        lanes, taken = self.staged.lanes, self.slots.taken
+        lanes, taken = self.lanes, self.slots.taken
         if self.job.delta:
             self._choose()
         begin = lanes.now()
@@ -250,25 +228,15 @@ class _Stage(JobStage):
         for work in self.again:
             work()
         self.swap()
-        self.staged.value.add_(torch.ne(self.theirs, self.received).sum())
-        if self.again:
-            self.staged.value.add_(torch.ne(*self.kept).sum())
+        self.count_wrong()
 
     def _choose(self) -> None:
         """Find the changed tiles by the hashes now and of last time; both ends of a pair agree."""
         self.look()
         self.swap()
-        sent, received = (
-            torch.ne(now, last).cpu().numpy() | self.fresh
-            for now, last in zip((self.sent, self.theirs), self.last, strict=True)
-        )
+        sent, received = (changed.cpu().numpy() for changed in self.changes())
         self.changed = sent, received
         self.steps = [self._step(i) for i in range(len(self.steps))]
-
-    def settle(self, verified: bool) -> None:
-        for last, now in zip(self.last, (self.sent, self.theirs), strict=True):
-            last.copy_(now)
-        self.fresh = not verified
 
     def pack(self, number: int) -> None:
         self.steps[number].pack()
@@ -279,7 +247,7 @@ class _Stage(JobStage):
         return self.changed[1]
 
 
-def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
+def _num_steps(job: TransportJob, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
     """Return the steps that the busiest rank needs, so that all agree; enough to overlap."""
     peers = max(len(found.send_spans), len(found.receive_spans))
     least = tables_bytes + 2 * SLOTS * (peers * tiles.TILE + tiles.TILE // 4)

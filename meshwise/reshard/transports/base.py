@@ -1,8 +1,8 @@
 """The work of a transport: the tiles that concern one rank, where its buffers are, their hashes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,13 @@ from torch import Tensor
 from meshwise.ranks import Ranks
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table, TileBuffer
-from meshwise.reshard.transports.copies import Addresses, Lines, Pair, lines
+from meshwise.reshard.transports.copies import Addresses, Lines, Pair, copier, lines
+from meshwise.reshard.transports.lanes import Lanes, Launch
+
+PROGRAMS = 528  # of a kernel that has the device for itself
 
 
-class Job(NamedTuple):
+class TransportJob(NamedTuple):
     """``stages``: tables, one after the other in time. ``buffers``: by number, which differs
     between ranks; ``own``: those of this rank. ``pairs``: dtypes of each tensor at both ends.
     ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since last time."""
@@ -76,7 +79,7 @@ def at(table: Table, bases: Addresses, end: str) -> Addresses:
     return found
 
 
-def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
+def straight(job: TransportJob, table: Table, read: Addresses, write: Addresses) -> Lines:
     """Make lines that copy from buffer to buffer; hashes are numbered in order."""
     return lines(
         table, at(table, read, "read"), at(table, write, "write"), job.pairs,
@@ -84,14 +87,7 @@ def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines
     )  # fmt: skip
 
 
-def in_place(job: Job, table: Table, bases: Addresses, end: str) -> Lines:
-    """Make lines that hash tiles where they are, at one end."""
-    if end == "read":
-        return straight(job, table, bases, bases)
-    return written(job, table, bases, bases)
-
-
-def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
+def written(job: TransportJob, table: Table, read: Addresses, write: Addresses) -> Lines:
     """Make lines from the written tiles of one set of buffers to those of another; their dtype is
     converted already."""
     table = table.copy()
@@ -108,10 +104,16 @@ def num_bytes(table: Table) -> int:
 
 class JobStage(ABC):
     """A stage on one rank: its tiles, and hashes of what it ``sent`` and ``received`` and of what
-    the senders sent (``theirs``); two of each tile that it ``kept``, if all memory is verified."""
+    the senders sent (``theirs``); two of each tile that it ``kept``, if all memory is verified.
+    ``local`` copies within the rank. ``KNOWN``: hashes that ``delta`` compares with the last."""
 
-    def __init__(self, job: Job, table: Table) -> None:
-        self.job, self.full = job, job.verify == "full"
+    KNOWN: tuple[str, ...] = ("theirs",)
+    local: Launch
+
+    def __init__(self, transport: "Transport", table: Table) -> None:
+        self.job = job = transport.job
+        self.own, self.refused, self.value = transport.own, transport.refused, transport.value
+        self.full = job.verify == "full"
         self.ends = found = ends(table, job.ranks.rank)
         sent, received = len(found.sends), len(found.receives)
         kept = len(found.local) if self.full else 0
@@ -120,6 +122,9 @@ class JobStage(ABC):
             for count in (sent + kept, received, received, kept)
         )
         self.sent, self.kept = self.looked[:sent], (self.looked[sent:], again)
+        self.known = [getattr(self, name) for name in self.KNOWN if job.delta]
+        self.last = [torch.zeros_like(now) for now in self.known]
+        self.fresh = torch.ones(1, dtype=torch.bool, device=job.device)  # nothing is there yet
 
     @property
     @abstractmethod
@@ -127,12 +132,45 @@ class JobStage(ABC):
         """Bytes on this rank beside the buffers."""
 
     @abstractmethod
-    def settle(self, verified: bool) -> None:
-        """Note for ``delta`` what the destination has now, or that nobody knows."""
+    def launch(self) -> None:
+        """Run the stage and count wrong tiles in ``value``."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[str, Launch]]:
+        """Yield what follows the copies within the rank, to be timed each alone."""
 
     @abstractmethod
     def changed_here(self) -> npt.NDArray[np.bool_]:
         """Return which tiles of this rank came in the last launch, with ``delta``."""
+
+    def hashed(self, found: Lines, sums: Tensor, programs: int = PROGRAMS) -> Launch:
+        """Make a launch that hashes tiles without a copy."""
+        return copier(found, sums, self.refused, programs, stores=False)
+
+    def lines_in_place(self, table: Table, end: str) -> Lines:
+        """Make lines that hash tiles where they are, at one end."""
+        lines_of = straight if end == "read" else written
+        return lines_of(self.job, table, self.own, self.own)
+
+    def copied_within(self, programs: int = PROGRAMS) -> Launch:
+        found = straight(self.job, self.ends.local, self.own, self.own)
+        return copier(found, None, self.refused, programs)
+
+    def count_wrong(self) -> None:
+        self.value.add_(torch.ne(self.theirs, self.received).sum())
+        if self.full:
+            self.value.add_(torch.ne(*self.kept).sum())
+
+    def changes(self) -> list[Tensor]:
+        """Return which of the ``known`` hashes changed since last time."""
+        pairs = zip(self.known, self.last, strict=True)
+        return [torch.ne(now, last) | self.fresh for now, last in pairs]
+
+    def settle(self, verified: bool) -> None:
+        """Note for ``delta`` what the destination has now, or that nobody knows."""
+        for last, now in zip(self.last, self.known, strict=True):
+            last.copy_(now)
+        self.fresh.fill_(not verified)
 
     def wrong_tiles(self) -> Table:
         """Return the received or kept tiles whose two hashes differ."""
@@ -143,17 +181,53 @@ class JobStage(ABC):
         return np.concatenate([self.ends.receives[wrong], self.ends.local[stayed]])
 
 
-class Transport:
-    """A transport and its stages. ``value``: this rank's number for all; not 0 refuses a launch.
-    ``total``: the sum of all ranks' numbers, in the end the number of wrong tiles."""
+class Connections(Protocol):
+    """Connections of a transport to its peers."""
 
+    def release(self) -> None:
+        """Release the device if it waits for a peer that will not come."""
+
+    def close(self) -> None: ...
+
+
+class Transport:
+    """A job's stages, ready to be launched. On a GPU ``launch`` may be captured in a graph if
+    ``agree`` and the stages may.
+
+    ``value``: this rank's number for all; not 0 refuses a launch. ``total``: the sum of all ranks'
+    numbers, which ``agree`` makes, in the end the number of wrong tiles.
+    """
+
+    connections: Connections
     stages: Sequence[JobStage]
-    value: Any
-    total: Any
+    value: Tensor
+    total: Tensor
+    agree: Launch
+    blocks = False  # the host waits in a launch, and knows its outcome
+
+    def __init__(self, job: TransportJob, urgent: tuple[str, ...] = ()) -> None:
+        self.job, self.own = job, job.addresses()
+        self.lanes = Lanes(job.device, urgent)
+        self.refused = torch.zeros(1, dtype=torch.int32, device=job.device)
 
     @property
     def extra_bytes(self) -> int:
         return sum(stage.extra_bytes for stage in self.stages)
+
+    def launch(self) -> None:
+        """Run all stages. Nothing is touched if some rank came with a ``value`` other than 0."""
+        self.agree()
+        self.refused.copy_(self.total)
+        if self.blocks and self.refused:
+            return
+        for stage in self.stages:
+            stage.launch()
+
+    def parts(self) -> Iterator[tuple[str, Launch]]:
+        """Yield the parts of a refit, to be timed each alone; all ranks have the same parts."""
+        for stage in self.stages:
+            yield "copy_within", stage.local
+            yield from stage.parts()
 
     def settle(self, verified: bool) -> None:
         for stage in self.stages:
@@ -168,6 +242,3 @@ class Transport:
                 size = tiles.nbytes(stage.ends.receives[span])[chosen[span]].sum()
                 found[peer] = found.get(peer, 0) + int(size)
         return found
-
-    def wrong_tiles(self) -> list[Table]:
-        return [stage.wrong_tiles() for stage in self.stages]
