@@ -18,7 +18,7 @@ ROOMS = {
     "nn": 1_362,
     "options": 920,
     "pages": 5_579,
-    "parallel": 3_182,
+    "parallel": 3_184,
     "prices": 837,
     "probe": 6_318,
     "reshard": 5_094,
