@@ -27,7 +27,7 @@ from meshwise.attention import rows
 from meshwise.attention.arguments import agreed, no_view, refuse_second_derivatives, uncompiled
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import wide
-from meshwise.attention.plan import SPARSE_WAYS, plan
+from meshwise.attention.plan import SPARSE_WAYS, exchange_plan
 from meshwise.attention.rows import RowPart, select, unselect
 from meshwise.attention.schedule import Batch, RankBranch, Schedule, schedule
 from meshwise.attention.shards import Shards, of_lengths
@@ -97,7 +97,7 @@ def wrong_way(way: str) -> str:
 
 @functools.lru_cache(64)
 def _ways(op: LongAttention, shards: Shards, prices: Prices | None) -> tuple[str, ...]:
-    return plan(op, len(shards.lengths), shards, prices).ways
+    return exchange_plan(op, len(shards.lengths), shards, prices).ways
 
 
 class _Dilated(torch.autograd.Function):

@@ -62,7 +62,7 @@ class AttentionPlan(NamedTuple):
         return "\n".join(lines)
 
 
-def plan(
+def exchange_plan(
     op: LongAttention, ranks: int, shards: Shards | None = None, prices: Prices | None = None
 ) -> AttentionPlan:
     """Plan all branches. ``shards``: by default contiguous or zigzag, as ``op.order`` says."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.apply import ActionSpan, Loop, Program, apply
+from meshwise.models.apply import ActionSpan, Loop, Program, program_of
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.decoder import stream_shape
@@ -27,7 +27,6 @@ __all__ = [
     "Piece",
     "Program",
     "Task",
-    "apply",
     "block_ops",
     "block_tasks",
     "blocks_of",
@@ -35,6 +34,7 @@ __all__ = [
     "graph",
     "num_parameters",
     "piece_of",
+    "program_of",
     "saved_activation_bytes",
     "saved_block_bytes",
     "step_flops",
@@ -131,7 +131,7 @@ def _block_program(block: Block, device: Device) -> Program:
         alone = {"layers": (LayerKind(block.form),), "first": False, "last": False}
     size = block.microbatch_size
     of = graph(block.model, size, block.seq_len, block.dtype, device=device, **alone)
-    return apply(of, layout, block.dtype, device=device)
+    return program_of(of, layout, block.dtype, device=device)
 
 
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:

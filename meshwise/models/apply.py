@@ -76,7 +76,7 @@ class Program(NamedTuple):
     optimizer: tuple[Node, ...] = ()
 
 
-def apply(
+def program_of(
     graph: Graph,
     layout: Layout,
     dtype: str,
@@ -294,7 +294,7 @@ def _received(runs: Actions) -> Names:
     """Return, for each action, the tensors that it reads and no task writes. They arrive from
     outside.
 
-    ``apply`` lets the action's first task write them and its last task read them. So they live
+    ``program_of`` lets the action's first task write them and its last task read them. So they live
     through the whole action, as they do in PyTorch: the caller of backward holds the gradient.
     """
     groups = {kind: [task for _, group in runs[kind] for task in group] for kind in runs}

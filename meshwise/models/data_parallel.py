@@ -1,7 +1,7 @@
 """Add data parallelism to a rank's program as FSDP2 does: gather, cast and reduce each unit.
 
 In: the layout within a pipeline rank, and the parameters of each unit. Out: the tasks before and
-after a unit's own tasks, and the buffers they need. ``apply`` states the rules.
+after a unit's own tasks, and the buffers they need. ``program_of`` states the rules.
 
 Weights that every tp rank holds whole have gradients that must also be summed over tp
 (``Layout.tp_sums``). "first": each is all-reduced before its unit is reduced. "last" and

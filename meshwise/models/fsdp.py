@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.apply import apply
+from meshwise.models.apply import program_of
 from meshwise.models.backward import training_step
 from meshwise.models.data_parallel import padded_shard
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
@@ -94,7 +94,7 @@ def planned(
         alike.setdefault(f"layers.{different.index(kind)}", []).append(f"layers.{index}")
     found: dict[tuple[str, str, str], Planned] = {}
     step = training_step(families.forward(model, 1, 1, "fp32", layers=different))
-    for task in apply(step, layout, param_dtype).tasks:
+    for task in program_of(step, layout, param_dtype).tasks:
         op, (of, _, name) = task.op, task.name.rpartition(".")
         if task.stream != "dp" or not isinstance(op, Collective) or op.group_size == 1:
             continue

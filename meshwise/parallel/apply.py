@@ -67,9 +67,9 @@ def parallelize(
         torch_private.allow_graphs(MOST_GRAPHS)
     for layer, kind in zip(filled(model, place, masters, seed, sums), kinds, strict=True):
         if recipe.fp8 and dtype == "bf16":
-            fp8.apply(layer)
+            fp8.use_fp8(layer)
         in_one = lowering == "compiled" and is_one_graph(layer, layout)
-        recompute.apply(layer, kind, "compiled" if in_one else "eager")
+        recompute.recompute_layer(layer, kind, "compiled" if in_one else "eager")
         if lowering == "compiled":
             options: Any = BESIDE_PRODUCTS if recipe.async_tp else None
             how: Any = {"fullgraph": in_one, "dynamic": False, "options": options}
@@ -84,7 +84,7 @@ def parallelize(
         if recipe.prefetch > 1:
             data.prefetch(list(model.layers.values()), recipe.prefetch)
     if recipe.offload:
-        offload.apply(model)
+        offload.offload_saved(model)
     return model
 
 
@@ -95,7 +95,7 @@ def filled(
 
     The rest of the model is filled after the last layer, so iterate to the end.
     """
-    tensor.apply(model, place, sums)
+    tensor.cut_model(model, place, sums)
     device = device_of(place.mesh)
     for index, layer in model.layers.items():
         assert isinstance(layer, Layer)

@@ -17,7 +17,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # the kernels need both dims of a weight to be multiples of this
 
 
-def apply(layer: nn.Module) -> None:
+def use_fp8(layer: nn.Module) -> None:
     """Make the layer's linear modules compute in fp8, except those of unaligned sizes."""
     for module in layer.modules():
         if type(module) is nn.Linear and not any(n % ALIGNMENT for n in module.weight.shape):

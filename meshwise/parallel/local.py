@@ -208,7 +208,7 @@ def localized(
     """Build the layers with this rank's part of the weights of ``init_weights(seed)``."""
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
-    tensor.apply(cut, place)
+    tensor.cut_model(cut, place)
     parameters, total = dict(cut.named_parameters(remove_duplicate=False)), None
     if place.layout.tp > 1:
         token = torch.empty(place.layout.microbatch_size, model.hidden, dtype=dtype, device=device)

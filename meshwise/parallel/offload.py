@@ -127,7 +127,7 @@ class _Calls:
         return out
 
 
-def apply(model: ModelStage) -> None:
+def offload_saved(model: ModelStage) -> None:
     """Wrap every layer, before or after it is compiled and sharded.
 
     The layers' class gets a ``__call__`` around torch's, outside compiled code and outside FSDP2's

@@ -25,7 +25,9 @@ from meshwise.nn.stage import Layer, Part
 from meshwise.spec import Recompute
 
 
-def apply(layer: Layer, recompute: Recompute, lowering: Literal["eager", "compiled"]) -> None:
+def recompute_layer(
+    layer: Layer, recompute: Recompute, lowering: Literal["eager", "compiled"]
+) -> None:
     """Set a layer's recomputation, before it is compiled or sharded."""
     if recompute == "full":
         layer.whole = _forgetting

@@ -281,7 +281,7 @@ LOCAL: dict[type[nn.Module], type[nn.Module]] = {
 }  # fmt: skip
 
 
-def apply(model: ModelStage, place: MeshPlace, sums: Sums | None = None) -> None:
+def cut_model(model: ModelStage, place: MeshPlace, sums: Sums | None = None) -> None:
     """Split a model or a stage over tp, and its experts over ep. ``sums`` notes the gradients to
     sum later."""
     sums = sums or Sums(place)

@@ -139,7 +139,7 @@ def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Modu
     with torch.device("meta"):
         model = build(op.model, range(index, index + 1), routing="balanced")
     if place is not None:
-        tensor.apply(model, place)
+        tensor.cut_model(model, place)
     name = "head" if op.part == "head" else f"layers.{index}"
     module = model.get_submodule(name)
     fill(model, module, name, 0, device, torch_dtype(op.dtype))

@@ -73,7 +73,7 @@ class Transfer(NamedTuple):
     unused: tuple[str, ...] = ()
 
 
-def plan(
+def transfer_plan(
     source: Holdings,
     destination: Holdings,
     *,

@@ -106,7 +106,7 @@ class Refit:
 
         def planned() -> tuple[transfer.Transfer, list[Holdings]]:
             plans = _plans(ranks, shares, (source_plan, destination_plan), models, only)
-            found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
+            found = transfer.transfer_plan(*plans, convert=convert, only=only, host_of=host_of)
             checks.check_memory(ranks, found.names, plans, models)
             return found, plans
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshwise import schedule
-from meshwise.models import apply
+from meshwise.models import program_of
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
@@ -304,7 +304,7 @@ def _traffic(
     of the root."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, bool], float] = defaultdict(float)
-    for task in apply(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
+    for task in program_of(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
         if task.stream == "dp":
             assert isinstance(task.op, Collective)
             place = task.name.startswith("root."), task.op.kind != "all_gather"

@@ -7,7 +7,7 @@ factor of its block corrects the price, and the plan adds it up once per microba
 
 import msgspec
 
-from meshwise.models import apply
+from meshwise.models import program_of
 from meshwise.prices import Prices
 from meshwise.search.stage import StageKind, direction_of, factors_of, graph_of, kinds_of, pieces_of
 from meshwise.spec import Costs, Op, Plan, Record
@@ -36,7 +36,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     factors, pieces = factors_of(kind, prices, plan.dtype), pieces_of(kind)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
     rows: list[Explained] = []
-    for task in apply(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
+    for task in program_of(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:
             continue
         price, times = prices.estimate(task.op), plan.layout.num_microbatches

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwise import schedule
-from meshwise.models import apply, graph
+from meshwise.models import graph, program_of
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.bound import Again, End, again_of, cut_of, layers_of, stages_of
@@ -224,7 +224,7 @@ def _weights(
         return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
     layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0, cuts=cuts)
-    program = apply(one, layout, "fp32")
+    program = program_of(one, layout, "fp32")
     return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
 
 

@@ -23,11 +23,11 @@ from meshwise.models import (
     Piece,
     Program,
     Task,
-    apply,
     blocks_of,
     device_of,
     graph,
     piece_of,
+    program_of,
     saved_activation_bytes,
 )
 from meshwise.models.apply import repeated
@@ -209,7 +209,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     of_any = _of_any_size(kind.layout) if linear else kind.layout
     known = forms(shorter._replace(layout=of_any), several, prices)
     if not known or (size not in known[0].ops and len(known[0].ops) < 2):
-        program = apply(
+        program = program_of(
             graph_of(shorter, prices.costs),
             kind.layout,
             prices.costs.dtype,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import apply, graph, step_flops
+from meshwise.models import graph, program_of, step_flops
 from meshwise.models.decoder import stage_weights
 from meshwise.spec import LayerKind, Layout, Model, WideResNet, Workload, layer_kinds
 from meshwise.spec.layout import Recompute
@@ -252,7 +252,7 @@ def _kept_bytes(
         model, layout.microbatch_size, seq_len, "fp32", layers=(kind,), first=first, last=last,
         recompute=(word,),
     )  # fmt: skip
-    program = apply(whole, layout, "fp32")
+    program = program_of(whole, layout, "fp32")
     tasks = [task for task in program.tasks if task.stream == "compute" and task.part != "dp"]
     written = {name for task in tasks if task.phase == "forward" for name in task.writes}
     kept = written & {name for task in tasks if task.phase != "forward" for name in task.reads}

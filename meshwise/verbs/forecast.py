@@ -128,7 +128,7 @@ def known(op: Resharding, num_ranks: int, given: LinkRates | None) -> dict[str, 
     cannot be laid out so, or cannot be moved under the cap."""
     if given is not None:
         return metrics(forecast(op, num_ranks, given))
-    plan = transfer.plan(*sides(op))
+    plan = transfer.transfer_plan(*sides(op))
     _check_cap(op, _need(op, plan, transfer.loads(plan)))
     return {}
 
@@ -197,7 +197,7 @@ def _check_cap(op: Resharding, need: _MemoryNeed) -> None:
 def _plan(source: Holdings, destination: Holdings, given: LinkRates) -> transfer.Transfer:
     rates = given.rates
     between = min(rates.host_bytes_per_s / given.host_ranks, rates.rank_bytes_per_s)
-    return transfer.plan(
+    return transfer.transfer_plan(
         source,
         destination,
         host_of=given.host_of,

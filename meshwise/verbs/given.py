@@ -11,7 +11,7 @@ from meshwise.spec.layout import SPLIT
 from meshwise.verbs import files, measure
 
 
-def plan(asked: RunOptions) -> Plan:
+def plan_of(asked: RunOptions) -> Plan:
     """Plan how to run a model on this machine. Without a layout, divide the batch over all devices,
     and in training the state too (zero 3). The batch size defaults to the layout's."""
     model, nproc = asked.model, asked.nproc

@@ -48,7 +48,7 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
         raise ValueError(f"model: {asked.plan} is a plan and has its model; give one of the two")
     else:
         asked = _prompted(asked) if asked.mode == "decode" else asked
-        chosen = given.plan(asked)
+        chosen = given.plan_of(asked)
     plans = [chosen, *_rivals(chosen, asked.rivals)]
     world.size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:

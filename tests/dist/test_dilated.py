@@ -142,7 +142,7 @@ def moved(ranks, seeds):
             dilation=case["dilation"], way=case["way"],
         )  # fmt: skip
         lengths = [b - a for a, b in zip(case["cuts"], case["cuts"][1:], strict=False)]
-        said = plan.plan(op, ranks.world_size, shards.of_lengths(lengths))
+        said = plan.exchange_plan(op, ranks.world_size, shards.of_lengths(lengths))
         for counted, direction in (
             (forward, "forward"), ((wire.sent_bytes, wire.received_bytes), "backward"),
         ):  # fmt: skip

@@ -32,7 +32,7 @@ def operands():
 
 def test_the_three_products_are_of_rounded_operands(operands):
     x, linear = operands
-    fp8.apply(linear)
+    fp8.use_fp8(linear)
     y = linear(x)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -63,7 +63,7 @@ def test_a_model_learns_as_in_bf16():
         model.bfloat16()
         if kind == "fp8":
             for layer in model.layers.values():
-                fp8.apply(layer)
+                fp8.use_fp8(layer)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses[kind] = []
         for _ in range(12):
@@ -78,7 +78,7 @@ def test_a_model_learns_as_in_bf16():
 
 def test_a_number_of_tokens_that_the_kernels_refuse_is_named(operands):
     x, linear = operands
-    fp8.apply(linear)
+    fp8.use_fp8(linear)
     with pytest.raises(ValueError, match="20 tokens on a rank: fp8 needs a multiple of 16"):
         linear(x[:20])
 

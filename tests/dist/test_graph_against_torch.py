@@ -192,7 +192,7 @@ def test_parameters_of_a_stage(model, layers):
     graph = models.graph(
         model, BATCH, SEQ, "fp32", layers=kinds, first=stage.first, last=stage.last
     )
-    counted = models.apply(graph, Layout(), "fp32").resident_bytes["parameters"]
+    counted = models.program_of(graph, Layout(), "fp32").resident_bytes["parameters"]
     assert counted == sum(p.numel() * 4 for p in stage.parameters())
 
 
@@ -208,7 +208,7 @@ def test_flops(model):
         x = x.double() if x.is_floating_point() else x
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         cross_entropy(module(x), targets).backward()
-    program = models.apply(
+    program = models.program_of(
         models.graph(model, BATCH, SEQ, "fp32"), Layout(microbatch_size=BATCH), "fp32"
     )
     found = [t.op for t in program.tasks if isinstance(t.op, Gemm | Convolution)]
@@ -300,7 +300,7 @@ def test_peak_memory_of_a_step(name, word, vocab):
     states = (x for state in optimizer.state.values() for x in state.values())
     measured = memory.peak_tensor_bytes(step, [*module.parameters(), *states])
     graph = models.graph(model, batch, SEQ, "fp32", recompute=words, device="cpu")
-    program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
+    program = models.program_of(graph, Layout(microbatch_size=batch), "fp32")
     error = 1e-3 if name == "gpt" else 2e-2
     assert peak_bytes(program) == pytest.approx(measured, rel=error)
 
@@ -330,7 +330,7 @@ def test_peak_memory_of_a_middle_stage(word):
         last=False,
         recompute=words,
     )
-    program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
+    program = models.program_of(graph, Layout(microbatch_size=batch), "fp32")
     counted = peak_bytes(program)
     counted -= program.resident_bytes["optimizer state"]
     assert counted == pytest.approx(measured, rel=1e-3)

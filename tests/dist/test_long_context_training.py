@@ -143,7 +143,7 @@ def errors_wrapped(ranks, kind, fsdp=False, recomputed="none", compiles=False, d
     model = started(attention(kind, shards))
     backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for layer in model.layers.values():
-        recompute.apply(layer, recomputed, "eager")
+        recompute.recompute_layer(layer, recomputed, "eager")
         if compiles and recomputed == "full":  # dynamo gives up a checkpoint with a graph break
             layer.compute = torch.compile(layer.compute, backend=backend, dynamic=False)
         elif compiles:

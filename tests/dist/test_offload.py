@@ -22,11 +22,11 @@ def gradients(move, kind="none", compiled=False, save_on_cpu=False):
     model = gpt.GPT(MODEL)
     model.init_weights(0)
     for layer in model.layers.values():
-        recompute.apply(layer, kind, "eager")
+        recompute.recompute_layer(layer, kind, "eager")
         if compiled:
             layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     if move:
-        offload.apply(model)
+        offload.offload_saved(model)
     tokens = torch.arange(24).view(3, 8)
     loss = cross_entropy(model(tokens), tokens)
     loss.backward()
@@ -68,7 +68,7 @@ def test_between_forward_and_backward_only_copies_are_kept(monkeypatch):
         model.init_weights(0)
         remembering(model)
         if move:
-            offload.apply(model)
+            offload.offload_saved(model)
         tokens = torch.arange(24).view(3, 8)
         loss = model(tokens).sum()  # holds the graph
         alive[move] = [not layer.seen.expired() for layer in model.layers.values()]

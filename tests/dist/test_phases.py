@@ -209,7 +209,7 @@ def trained(ranks, plan):
     alone, moving = training_of(ranks, plan), training_of(ranks, plan)
     offload.MIN_BYTES = 1
     for stage in moving.pipeline.stages.values():
-        offload.apply(stage.module)
+        offload.offload_saved(stage.module)
     moves = []
     copy = offload._SavedByCall.copy
     offload._SavedByCall.copy = lambda self, *to: moves.append(1) or copy(self, *to)

@@ -167,7 +167,7 @@ def programmed(model, layout, dtype, rank=0, seq_len=WORKLOAD.seq_len):
     graph = models.graph(model, layout.microbatch_size, seq_len, dtype, recompute=words)
     found = Counter()
     cp_rank = rank // layout.tp % layout.cp
-    for task in models.apply(graph, layout, dtype, cp_rank=cp_rank).tasks:
+    for task in models.program_of(graph, layout, dtype, cp_rank=cp_rank).tasks:
         if not isinstance(task.op, Collective) or task.op.group_size == 1:
             continue
         if task.stream == "cp":

@@ -151,7 +151,7 @@ def differences(plan, place):
     graph = models.graph(model, rows, seq_len, plan.dtype, recompute=words)
     due = Counter(map(prod, shard(graph, layout.tp, layout.placed, layout.ep).shapes.values()))
     cut = step.on_meta(model, None, plan.recipe, causal)
-    tensor.apply(cut, place)
+    tensor.cut_model(cut, place)
     here = Counter(share(weight).numel() for weight in cut.parameters())
     if here != due:
         yield f"weights: {here - due} here, {due - here} planned"

@@ -44,7 +44,7 @@ LAYOUTS = [
 def program(model, layout, seq=64, **options):
     words = layout.recomputed(model.layers)
     graph = models.graph(model, layout.microbatch_size, seq, "bf16", recompute=words)
-    return models.apply(graph, layout, "bf16", **options)
+    return models.program_of(graph, layout, "bf16", **options)
 
 
 def flops(tasks):

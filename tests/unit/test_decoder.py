@@ -501,7 +501,7 @@ def test_a_norm_over_all_heads_is_not_split():
 def test_every_layer_attends_the_pairs_of_its_own_window(seq_len):
     model = msgspec.structs.replace(DENSE, layers=5, window=8, full_layers=(1, 4))
     graph = models.graph(model, 1, seq_len, "bf16", recompute=("full",) * 5)
-    tasks = models.apply(graph, Layout(), "bf16").tasks
+    tasks = models.program_of(graph, Layout(), "bf16").tasks
     for layer in range(5):
         nearest = seq_len if layer in (1, 4) else 8
         pairs = sum(0 <= q - k < nearest for q in range(seq_len) for k in range(seq_len))

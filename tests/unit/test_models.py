@@ -49,7 +49,7 @@ def test_flops_of_the_graph_are_the_flops_of_the_convention():
     """Products of the graph = torchtitan's count, less the biases and norms it multiplies by 6."""
     model = catalogue.get("gpt-125m")
     batch, seq = 2, 512
-    tasks = models.apply(
+    tasks = models.program_of(
         models.graph(model, batch, seq, "fp32"), Layout(microbatch_size=batch), "fp32"
     ).tasks
     gemms = sum(task.op.flops for task in tasks if isinstance(task.op, Gemm))
@@ -111,8 +111,8 @@ def test_megatrons_collectives_follow(sequence_parallel, direction, expected):
 def test_tensor_parallelism_conserves_flops(tp, sequence_parallel, batch, seq):
     whole = models.graph(TINY, batch, seq, "fp32")
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel and tp > 1, microbatch_size=batch)
-    one = models.apply(whole, Layout(microbatch_size=batch), "fp32").tasks
-    shard = models.apply(whole, layout, "fp32").tasks
+    one = models.program_of(whole, Layout(microbatch_size=batch), "fp32").tasks
+    shard = models.program_of(whole, layout, "fp32").tasks
     assert sum(t.op.flops for t in shard) * tp == sum(t.op.flops for t in one)
 
 
@@ -124,7 +124,7 @@ def test_tensor_parallelism_conserves_flops(tp, sequence_parallel, batch, seq):
 def test_traffic_of_data_parallelism(zero, dp, tp, num_microbatches, dtype):
     """ZeRO paper (arXiv:1910.02054): gathers and reductions per step, in bytes of the model."""
     layout = Layout(dp=dp, tp=tp, zero=zero, num_microbatches=num_microbatches)
-    program = models.apply(models.graph(TINY, 1, 8, dtype), layout, dtype)
+    program = models.program_of(models.graph(TINY, 1, 8, dtype), layout, dtype)
     moved: Counter[str] = Counter()
     for task in program.tasks:
         if task.stream == "dp":
@@ -147,7 +147,7 @@ def test_traffic_of_data_parallelism(zero, dp, tp, num_microbatches, dtype):
 
 
 def test_memory_traffic_of_the_optimizer():
-    program = models.apply(models.graph(TINY, 1, 8, "bf16"), Layout(), "bf16")
+    program = models.program_of(models.graph(TINY, 1, 8, "bf16"), Layout(), "bf16")
     (adamw,) = [
         t.op for t in program.tasks if isinstance(t.op, Elementwise) and t.op.kind == "adamw"
     ]
@@ -156,7 +156,7 @@ def test_memory_traffic_of_the_optimizer():
 
 def test_every_read_was_written_before():
     layout = Layout(dp=2, tp=2, zero=3, sequence_parallel=True, num_microbatches=2)
-    program = models.apply(models.graph(TINY, 1, 8, "bf16"), layout, "bf16")
+    program = models.program_of(models.graph(TINY, 1, 8, "bf16"), layout, "bf16")
     written: set[str] = set()
     for task in program.tasks:
         assert written.issuperset(task.reads), task
@@ -187,7 +187,7 @@ GOLDEN = {  # tasks, FLOPs, bytes moved, buffers, their bytes; taken before stag
 
 @pytest.mark.parametrize(("dtype", "layout"), GOLDEN, ids=lambda x: getattr(x, "name", x))
 def test_a_whole_model_is_what_it_was(dtype, layout):
-    program = models.apply(models.graph(TINY, layout.microbatch_size, 8, dtype), layout, dtype)
+    program = models.program_of(models.graph(TINY, layout.microbatch_size, 8, dtype), layout, dtype)
     sizes = [buffer.num_bytes for buffer in program.buffers.values()]
     flops, moved = (sum(getattr(t.op, of) for t in program.tasks) for of in ("flops", "bytes"))
     counted = (len(program.tasks), flops, moved, len(sizes), sum(sizes))
@@ -206,7 +206,7 @@ def stages(model, counts, dtype="fp32", **options):
 
 
 def run(graph, layout=Layout(), dtype="fp32", **options):  # noqa: B008
-    return models.apply(graph, layout, dtype, **options)
+    return models.program_of(graph, layout, dtype, **options)
 
 
 @settings(deadline=None)
@@ -424,7 +424,7 @@ def test_rows_of_whole_experts_travel_without_a_gather():
     and around the experts nothing else is moved."""
     moe = msgspec.structs.replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64))
     layout = Layout(dp=2, ep=2, tp=2, sequence_parallel=True, cuts=WHOLE_EXPERTS, microbatch_size=2)
-    tasks = models.apply(models.graph(moe, 2, 8, "fp32"), layout, "fp32").tasks
+    tasks = models.program_of(models.graph(moe, 2, 8, "fp32"), layout, "fp32").tasks
     sent = [t.op for t in tasks if isinstance(t.op, Collective) and t.op.kind == "all_to_all"]
     rows = [op for op in sent if op.dtype == "fp32"]
     assert len(rows) == 4 * 3  # dispatch and combine, forward and backward, of three layers
@@ -454,7 +454,7 @@ def test_places_of_experts_by_hand():
     """An expert's share of 16 tokens to 2 of 8 experts is 4, 1.3 of it 5. 3 groups a rank."""
     assert LIMITED.experts.capacity == 5
     layout = Layout(dp=2, ep=2, microbatch_size=6)
-    tasks = models.apply(models.graph(LIMITED, 6, 8, "bf16"), layout, "bf16").tasks
+    tasks = models.program_of(models.graph(LIMITED, 6, 8, "bf16"), layout, "bf16").tasks
     rows = 8 * 3 * 5  # this rank's places with all experts, or two ranks' with its four
     products = [t.op for t in tasks if isinstance(t.op, Gemm) and t.op.groups > 1]
     assert all(op.batched and op.groups == 4 for op in products)

@@ -234,7 +234,7 @@ def followed(name, layout):
     model, prices = catalogue.find(name), Prices(unmeasured(CLUSTER), datasheet=True)
     kinds = layer_kinds(model, 8192)[:1]
     graph = models.graph(model, 1, 8192, "bf16", layers=kinds, first=False, last=False)
-    for task in models.apply(graph, layout, "bf16").tasks:
+    for task in models.program_of(graph, layout, "bf16").tasks:
         yield task.name.removeprefix("layers.0."), task.op, prices.estimate(task.op).time_s
 
 

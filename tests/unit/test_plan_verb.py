@@ -10,7 +10,7 @@ import pytest
 import meshwise
 from meshwise import machine, search, store
 from meshwise.cli import app
-from meshwise.models import apply, catalogue, graph
+from meshwise.models import catalogue, graph, program_of
 from meshwise.models.families.experts import arriving
 from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
@@ -355,7 +355,7 @@ def _buffers(load: str) -> int:
     model = catalogue.find_any("mixtral-8x7b")
     experts = msgspec.structs.replace(model.experts, load=load)
     layer = graph(msgspec.structs.replace(model, layers=1, experts=experts), 1, 512, "bf16")
-    program = apply(layer, Layout(dp=8, ep=8, zero=3), "bf16")
+    program = program_of(layer, Layout(dp=8, ep=8, zero=3), "bf16")
     return sum(buffer.num_bytes for buffer in program.buffers.values())
 
 

@@ -45,7 +45,7 @@ def planned(scenario: Scenario, orders=("megatron", "engine")):
     world_size = cases.num_ranks(scenario, scenario.mode)
     layouts = cases.layouts(scenario, scenario.mode, world_size, orders)
     source, destination = (holdings(scenario.model, layout) for layout in layouts)
-    loads = sum(transfer.loads(transfer.plan(source, destination, multicast="never")))
+    loads = sum(transfer.loads(transfer.transfer_plan(source, destination, multicast="never")))
     wire = loads - np.diag(loads.diagonal())
     return (loads.trace(), wire.sum(), wire.sum(0).max()), bounds.limits(source, destination, PEER)
 

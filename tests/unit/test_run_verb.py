@@ -51,7 +51,7 @@ def call(*arguments) -> int:
 
 
 def planned(model, **options):
-    return given.plan(RunOptions(model=model, **options))
+    return given.plan_of(RunOptions(model=model, **options))
 
 
 class TestGivenPlans:

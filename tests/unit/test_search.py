@@ -520,7 +520,7 @@ def in_one_program(costs, model, workload, layout):
     """Compare a prediction with a walk through every task of every layer and microbatch."""
     words = layout.recomputed(model.layers)
     graph = models.graph(model, 1, workload.seq_len, "bf16", recompute=words)
-    program = models.apply(graph, layout, "bf16")
+    program = models.program_of(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
     prediction = search.predict(model, workload, layout, prices)

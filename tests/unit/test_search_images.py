@@ -108,7 +108,7 @@ def test_plans_are_compiled_and_layers_cost_what_their_blocks_took(measured):
     assert there.lowering == "compiled"
     said = [note for note in found.notes if "no layer was measured" in note]
     assert bool(said) == (not measured)
-    program = models.apply(models.graph(MODEL, 32, 1, "bf16"), layout, "bf16")
+    program = models.program_of(models.graph(MODEL, 32, 1, "bf16"), layout, "bf16")
     expected = {"forward": 0.0, "backward": 0.0}
     for task in program.tasks:
         if task.part == "layer":

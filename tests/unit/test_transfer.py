@@ -14,7 +14,7 @@ from meshwise.reshard import bounds, flow, regions, senders, transfer
 from meshwise.reshard.bounds import Rates
 from meshwise.reshard.holdings import HeldTensor, holdings
 from meshwise.reshard.regions import Box, Piece
-from meshwise.reshard.transfer import loads, plan
+from meshwise.reshard.transfer import loads, transfer_plan
 from meshwise.spec import Decoder, Experts, WeightLayout
 
 MB = 1e6
@@ -129,7 +129,7 @@ MULTICAST = st.sampled_from(["auto", "never", "always"])
 @given(models(), MULTICAST, st.randoms(use_true_random=False))
 def test_every_element_is_written_once_from_the_right_place(model, multicast, order):
     source, destination, host_of = model
-    made = plan(source, destination, host_of=host_of, multicast=multicast)
+    made = transfer_plan(source, destination, host_of=host_of, multicast=multicast)
     values = logical(source)
     got, want = memory(destination, None), memory(destination, values)
     writes = carried_out(made, memory(source, values), got, order)
@@ -153,7 +153,7 @@ def test_wire_bytes_are_what_ranks_need_and_do_not_hold(model, multicast):
     """Even where a rank needs an element twice; then it receives it twice only if told to."""
     source, destination, host_of = model
     one_host = {"host_of": lambda rank: 0} if multicast == "auto" else {"host_of": host_of}
-    made = plan(source, destination, multicast=multicast, **one_host)
+    made = transfer_plan(source, destination, multicast=multicast, **one_host)
     received = sum(matrix.sum(0) - matrix.diagonal() for matrix in loads(made))
     expected = np.zeros(20, int)
     for name, tensor in destination.items():
@@ -173,7 +173,7 @@ def test_wire_bytes_are_what_ranks_need_and_do_not_hold(model, multicast):
 @given(models(), MULTICAST)
 def test_every_byte_of_the_destination_is_moved(model, multicast):
     source, destination, host_of = model
-    made = plan(source, destination, host_of=host_of, multicast=multicast)
+    made = transfer_plan(source, destination, host_of=host_of, multicast=multicast)
     size = sum(p.box.num_elements for t in destination.values() for p in t.layout)
     assert sum(matrix.sum() for matrix in loads(made)) == 4 * size
 
@@ -183,7 +183,7 @@ def test_there_and_back(model, multicast):
     a, b, host_of = model
     have = memory(a, logical(a))
     for source, destination in ((a, b), (b, a)):
-        made = plan(source, destination, host_of=host_of, multicast=multicast)
+        made = transfer_plan(source, destination, host_of=host_of, multicast=multicast)
         got = memory(destination, None)
         carried_out(made, have, got)
         have = got
@@ -194,7 +194,7 @@ def test_there_and_back(model, multicast):
 @given(models())
 def test_an_owner_on_the_host_sends_before_others(model):
     source, destination, host_of = model
-    made = plan(source, destination, host_of=host_of, multicast="never")
+    made = transfer_plan(source, destination, host_of=host_of, multicast="never")
     for tensor, move in made.stages[0]:
         if host_of(move.source) != host_of(move.destination):
             have = masks(source, made.names[tensor])
@@ -208,7 +208,7 @@ def test_an_owner_on_the_host_sends_before_others(model):
 def test_no_plan_beats_the_limits(model, multicast):
     source, destination, host_of = model
     rates = Rates("unit", 4.0, 3.0, 5.0)
-    made = plan(source, destination, host_of=host_of, multicast=multicast)
+    made = transfer_plan(source, destination, host_of=host_of, multicast=multicast)
     bound = bounds.limits(source, destination, rates, host_of=host_of)
     busiest_s = bounds.busiest_s(made, rates, host_of) * (1 + 1e-12)
     assert bound.time_s <= busiest_s
@@ -277,7 +277,7 @@ def test_a_plan_sends_what_highs_finds_up_to_a_cut(tensors):
          for i, ranks in enumerate(side)}
         for side in ([owners for owners, _ in tensors], [[6 + needer] for _, needer in tensors])
     ]  # fmt: skip
-    made = plan(*sides, multicast="never", bytes_per_s_out=lambda rank: (rates * 2)[rank])
+    made = transfer_plan(*sides, multicast="never", bytes_per_s_out=lambda rank: (rates * 2)[rank])
     owned: dict[frozenset[int], int] = {}
     for owners, _ in tensors:
         owned[frozenset(owners)] = owned.get(frozenset(owners), 0) + size
@@ -293,7 +293,7 @@ def test_a_cut_leaves_no_part_below_a_mebibyte():
     for rows, parts in ((2048, [1398784, 1396736, 1398784]), (512, [2**20])):
         source = {"w": HeldTensor((rows, 1024), "bf16", regions.replicated((rows, 1024), range(3)))}
         destination = {"w": source["w"]._replace(layout=regions.replicated((rows, 1024), [3]))}
-        made = plan(source, destination)
+        made = transfer_plan(source, destination)
         assert [2 * move.box.num_elements for _, move in made.stages[0]] == parts
 
 
@@ -332,7 +332,7 @@ def laid_out(model, first_rank=0, **degrees):
 )  # fmt: skip
 def test_the_scenarios_move_the_published_bytes(model, before, after, local, wire, ingress, egress):
     source, destination = laid_out(model, **before), laid_out(model, **after)
-    (matrix,) = loads(plan(source, destination))
+    (matrix,) = loads(transfer_plan(source, destination))
     assert matrix.trace() / MB == pytest.approx(local, abs=0.051)
     between = matrix - np.diag(matrix.diagonal())
     assert between.sum() / MB == pytest.approx(wire, abs=0.051)
@@ -354,7 +354,7 @@ def test_the_scenarios_move_the_published_bytes(model, before, after, local, wir
 )  # fmt: skip
 def test_replicas_share_the_sending_as_evenly_as_can_be(model, before, after, optimum):
     source, destination = laid_out(model, **before), laid_out(model, first_rank=16, **after)
-    (matrix,) = loads(plan(source, destination))
+    (matrix,) = loads(transfer_plan(source, destination))
     bound = bounds.limits(source, destination, Rates("MB", MB))
     assert bound.egress_s == pytest.approx(optimum, abs=0.6)
     assert matrix.sum(1).max() / MB == pytest.approx(bound.egress_s, rel=0.005)
@@ -369,7 +369,7 @@ def test_layers_cut_alike_are_cut_once(monkeypatch):
     monkeypatch.setattr(atoms, "_atoms", lambda *pair: made.append(pair) or original(*pair))
     model = gpt(layers=61, vocab=1024, num_experts=96)
     source, destination = laid_out(model, dp=8, ep=8), laid_out(model, tp=2, dp=4, ep=4)
-    found = plan(source, destination)
+    found = transfer_plan(source, destination)
     assert len(found.names) > 400 and len(made) < 20
 
 
@@ -384,7 +384,7 @@ def whole(rows, ranks, name="w", **changes):
 def test_one_source_for_eight_sends_stripes_that_they_pass_on():
     """32 MiB each: 8 units out of rank 0 become 1, then everybody passes its eighth to seven."""
     source, destination = whole(16384, [0]), whole(16384, range(1, 9))
-    made = plan(source, destination)
+    made = transfer_plan(source, destination)
     first, second = loads(made)
     np.testing.assert_array_equal(first[0, 1:], np.full(8, 4 * 2**20))
     np.testing.assert_array_equal(second[1:, 1:], (1 - np.eye(8, dtype=int)) * 4 * 2**20)
@@ -392,29 +392,29 @@ def test_one_source_for_eight_sends_stripes_that_they_pass_on():
     assert bounds.busiest_s(made, rates) == pytest.approx(1 + 7 / 8)
     bound = bounds.limits(source, destination, rates)
     assert (bound.relayed_s, bound.egress_s, bound.time_s) == (1, 8, 1)
-    alone = plan(source, destination, multicast="never")
+    alone = transfer_plan(source, destination, multicast="never")
     assert bounds.busiest_s(alone, rates) == 8
 
 
 def test_stripes_are_not_used_where_they_lose():
     """As many sources as receivers; and so few bytes that a second step costs more."""
-    assert len(plan(whole(16384, range(8)), whole(16384, range(8, 16))).stages) == 1
-    assert len(plan(whole(4, [0]), whole(4, range(1, 9))).stages) == 1
-    assert len(plan(whole(4, [0]), whole(4, range(1, 9)), multicast="always").stages) == 2
+    assert len(transfer_plan(whole(16384, range(8)), whole(16384, range(8, 16))).stages) == 1
+    assert len(transfer_plan(whole(4, [0]), whole(4, range(1, 9))).stages) == 1
+    assert len(transfer_plan(whole(4, [0]), whole(4, range(1, 9)), multicast="always").stages) == 2
 
 
 def test_only_what_binds_is_striped():
     """Rank 0 alone owns a; b has as many owners as receivers."""
     source = whole(16384, [0], "a") | whole(1024, range(1, 9), "b")
     destination = whole(16384, range(9, 17), "a") | whole(1024, range(9, 17), "b")
-    made = plan(source, destination)
+    made = transfer_plan(source, destination)
     assert {made.names[tensor] for tensor, _ in made.stages[1]} == {"a"}
 
 
 def test_a_host_takes_in_each_byte_once_and_spreads_it():
     """Two hosts of four ranks need what one rank of a third has; slow cards, fast links."""
     source, destination = whole(16384, [0]), whole(16384, range(4, 12))
-    made = plan(
+    made = transfer_plan(
         source, destination, host_of=lambda rank: rank // 4,
         bytes_per_s_out=lambda rank: 400e9, bytes_per_s_between_hosts=lambda rank: 50e9,
     )  # fmt: skip
@@ -431,7 +431,7 @@ def test_a_rank_that_needs_a_box_twice_receives_it_once():
     source = whole(16384, [0])
     head = Piece(1, regions.whole(shape), (0, 0), "head.weight")
     layout = (*regions.replicated(shape, [1]), head)
-    first, second = loads(plan(source, whole(0, [], shape=shape, layout=layout)))
+    first, second = loads(transfer_plan(source, whole(0, [], shape=shape, layout=layout)))
     assert (first[0, 1], second[1, 1]) == (32 * 2**20, 32 * 2**20)
     assert first.sum() == second.sum() == 32 * 2**20
 
@@ -447,7 +447,7 @@ def test_tp2_to_tp4_needs_no_wire_when_ranks_may_be_renumbered():
     moved = transfer.place(source, destination)
     assert sorted(moved) == [0, 1, 2, 3] and {moved[0], moved[1]} == {0, 2}
     placed = transfer.renumbered(destination, moved)
-    (before,), (after,) = (loads(plan(source, held)) for held in (destination, placed))
+    (before,), (after,) = (loads(transfer_plan(source, held)) for held in (destination, placed))
     assert before.trace() == 32 and after.trace() == after.sum() == 64
     kept = transfer.place(source, destination, groups=[[0, 1], [2, 3]])
     assert {kept[0], kept[1]} == {0, 1}  # the halves of the destination may not change places
@@ -461,7 +461,7 @@ def test_no_other_placement_moves_fewer_bytes(model):
     moved = transfer.place(source, destination, groups=[ranks])
 
     def wire(permutation):
-        made = plan(source, transfer.renumbered(destination, permutation))
+        made = transfer_plan(source, transfer.renumbered(destination, permutation))
         return sum(matrix.sum() - matrix.trace() for matrix in loads(made))
 
     every = []
@@ -504,7 +504,7 @@ def test_all_that_does_not_fit_is_told_at_once():
     )
     source |= whole(4, [0], "d")
     with pytest.raises(ValueError) as told:
-        plan(source, destination)
+        transfer_plan(source, destination)
     text = str(told.value)
     assert "\n" not in text and "4 tensors do not fit" in text
     assert "'layers.0.q.weight'" in text and "layers.0.q.weights: the source has none" in text
@@ -514,7 +514,7 @@ def test_all_that_does_not_fit_is_told_at_once():
 
 
 def test_dtypes_may_differ_when_asked_and_the_wire_has_the_destinations():
-    made = plan(whole(4, [0]), whole(4, [1], dtype="fp32"), convert=True)
+    made = transfer_plan(whole(4, [0]), whole(4, [1], dtype="fp32"), convert=True)
     assert made.dtypes == (("bf16", "fp32"),) and made.itemsizes == (4,)
     assert loads(made)[0][0, 1] == 4 * 1024 * 4
 
@@ -522,13 +522,13 @@ def test_dtypes_may_differ_when_asked_and_the_wire_has_the_destinations():
 def test_tensors_may_be_selected_and_what_is_not_used_is_said():
     source = whole(4, [0], "a.lora_a") | whole(4, [0], "a.weight") | whole(4, [0], "value_head")
     destination = whole(4, [1], "a.lora_a") | whole(4, [1], "a.weight")
-    assert plan(source, destination).unused == ("value_head",)
-    made = plan(source, destination, only=["*lora*"])
+    assert transfer_plan(source, destination).unused == ("value_head",)
+    made = transfer_plan(source, destination, only=["*lora*"])
     assert made.names == ("a.lora_a",) and made.unused == ()
     with pytest.raises(ValueError, match=r"only = 'a.weights': matches no tensor.*'a.weight'"):
-        plan(source, destination, only=["a.weights"])
+        transfer_plan(source, destination, only=["a.weights"])
     with pytest.raises(ValueError, match="must be a list of patterns"):
-        plan(source, destination, only="a.*")
+        transfer_plan(source, destination, only="a.*")
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("inf")])
@@ -536,7 +536,7 @@ def test_impossible_rates_are_refused(rate):
     with pytest.raises(
         ValueError, match=r"bytes_per_s of rank \d = .*: must be above 0 and finite"
     ):
-        plan(whole(4, [0, 1]), whole(4, [2, 3]), bytes_per_s_out=lambda _: rate)
+        transfer_plan(whole(4, [0, 1]), whole(4, [2, 3]), bytes_per_s_out=lambda _: rate)
 
 
 def test_what_nobody_holds_is_named():
@@ -544,7 +544,7 @@ def test_what_nobody_holds_is_named():
     with pytest.raises(
         ValueError, match=r"^w: no source rank holds indices \(2, 0\) to \(4, 1024\)"
     ):
-        plan(source, whole(4, [3]))
+        transfer_plan(source, whole(4, [3]))
 
 
 def test_two_pieces_at_one_place_of_a_buffer_are_refused():
@@ -554,13 +554,13 @@ def test_two_pieces_at_one_place_of_a_buffer_are_refused():
         name: whole(4, [], name, layout=(Piece(1, fused, (0, 0), "qkv"),))[name] for name in "qk"
     }
     with pytest.raises(ValueError, match="buffer qkv of rank 1 holds two pieces at"):
-        plan(whole(4, [0], "q") | whole(4, [0], "k"), destination)
+        transfer_plan(whole(4, [0], "q") | whole(4, [0], "k"), destination)
 
 
 @pytest.fixture
 def striped():
     destination = whole(16384, [1, 2])
-    return plan(whole(16384, [0]), destination, multicast="always"), destination
+    return transfer_plan(whole(16384, [0]), destination, multicast="always"), destination
 
 
 def changed(made, stage, number, **fields):
@@ -596,7 +596,7 @@ def test_a_second_stage_that_reads_too_early_fails_its_proof(striped):
 
 def test_plans_have_one_digest_only_if_they_are_the_same(striped):
     made, destination = striped
-    again = plan(whole(16384, [0]), destination, multicast="always")
+    again = transfer_plan(whole(16384, [0]), destination, multicast="always")
     assert transfer.digest(made) == transfer.digest(again)
     move = made.stages[0][0].move
     others = [
@@ -640,7 +640,7 @@ def test_the_price_of_a_second_step_is_a_few_tens_of_microseconds():
     assert one < senders.STEP_S < 4 * one
     for mib, stages in ((1, 1), (4, 2)):
         rows = mib * 512
-        assert len(plan(whole(rows, [0]), whole(rows, range(1, 9))).stages) == stages
+        assert len(transfer_plan(whole(rows, [0]), whole(rows, range(1, 9))).stages) == stages
 
 
 def test_moves_of_equal_holdings_are_in_one_order_whatever_the_names_order():
@@ -652,4 +652,4 @@ def test_moves_of_equal_holdings_are_in_one_order_whatever_the_names_order():
         ({n: whole(64, [0, 1])["w"] for n in order}, {n: whole(64, [2, 3])["w"] for n in order})
         for order in (names, shuffled)
     ]
-    assert transfer.digest(plan(*sides[0])) == transfer.digest(plan(*sides[1]))
+    assert transfer.digest(transfer_plan(*sides[0])) == transfer.digest(transfer_plan(*sides[1]))

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from meshwise.models import apply, catalogue, graph, primus, stream_shape
+from meshwise.models import catalogue, graph, primus, program_of, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.options.measure import CollectivesOptions
 from meshwise.probe.cases.scope import Scope, models_of
@@ -265,7 +265,7 @@ def _of_plan(plan: Plan) -> list[Collective]:
             layers=layer_kinds(model, plan.workload.seq_len, layers),
             first=index == 0, last=index == len(stages) - 1,
         )  # fmt: skip
-        tasks = apply(part, inside, plan.dtype).tasks
+        tasks = program_of(part, inside, plan.dtype).tasks
         found += [task.op for task in tasks if isinstance(task.op, Collective)]
     stride = layout.num_devices // layout.pp
     for layers in stages[:-1]:

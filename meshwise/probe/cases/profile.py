@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from meshwise.models import DIRECTIONS, apply, block_ops, blocks_of, graph, placement
+from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.options.measure import ProfileOptions
 from meshwise.prices import in_step, op_key
@@ -246,7 +246,7 @@ def of_program(
         return
     kinds = tuple(dict.fromkeys(layer_kinds(model, seq_len)))
     whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
-    yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
+    yield from _shaped(task.op for task in program_of(whole, layout, profile.dtype).tasks)
 
 
 def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:

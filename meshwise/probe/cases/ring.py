@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from meshwise.attention import cover, volume
-from meshwise.attention.plan import plan
+from meshwise.attention.plan import exchange_plan
 from meshwise.attention.shards import Shards, contiguous, zigzag
 from meshwise.prices import Prices
 from meshwise.spec import Case, Dilation, LongAttention, Record
@@ -194,7 +194,7 @@ def known(
     ``rank_pairs``: (query, key) pairs each rank computes, for its own queries or share of heads.
     """
     shards = shards_of(op, ring_size)
-    planned = plan(op, ring_size, shards, prices)
+    planned = exchange_plan(op, ring_size, shards, prices)
     figures = {
         "planned_bytes": planned.received_bytes(op.direction),
         "owner_bound_bytes": cover.bound_bytes(op, shards),
