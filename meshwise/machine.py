@@ -39,9 +39,9 @@ def detect_cluster(
 ) -> Cluster:
     """Return the cluster that this process would run on, with ``nproc`` devices per host if given.
 
-    Under torchrun or srun the job's ranks and hosts count. ``at_least``: whole hosts with room for
-    so many ranks in all, whichever ranks take part. ``peaks`` (FLOP/s by dtype) override the
-    datasheet. An unknown dtype, or more ranks than GPUs, raises a ValueError.
+    Under torchrun or srun the job's ranks and hosts count. ``at_least``: describe whole
+    hosts, with devices for that many ranks, even if fewer take part. ``peaks`` (FLOP/s by dtype)
+    override the datasheet. An unknown dtype, or more ranks than GPUs, raises a ValueError.
     """
     import torch
 

@@ -54,7 +54,7 @@ class Ranks:
     control: dist.ProcessGroup | None = None
     timeout_s: float = patience.STEADY_S
     setup_s: float = patience.SETUP_S
-    note: Callable[[str], None] | None = None  # called with every case, for whoever outlives us
+    note: Callable[[str], None] | None = None  # called with each case; keeps it if we die
     case: str = ""
     names: tuple[str, ...] = ()  # names in errors, for ranks of several jobs
     listens: str = ""  # the address at which ``group`` listens; "" leaves it to gloo

@@ -37,6 +37,7 @@ MOST_DAMAGED = 1000  # lines of a file of samples
 _MARKS: dict[type, set[str]] = {
     Plan: {"layout", "stages"}, Costs: {"curves", "surfaces"}, Cluster: {"device", "tiers"},
 }  # fmt: skip
+_A: dict[type, str] = {Plan: "a plan", Costs: "costs", Cluster: "a cluster"}
 
 _limits = reprlib.Repr()  # a hostile value may be large
 _limits.maxstring = _limits.maxother = 120
@@ -64,23 +65,22 @@ def convert(data: Any, kind: type[T], source: str) -> T:
     """Make a record from plain data. An error names the field that does not fit and its value."""
     for other, marks in _MARKS.items() if kind in _MARKS and isinstance(data, dict) else ():
         if other is not kind and marks <= data.keys():
-            told = f"holds a {other.__name__.lower()}, not {kind.__name__.lower()}"
-            raise ValueError(f"{source}: {told}; name another file")
+            raise ValueError(f"{source}: holds {_A[other]}, not {_A[kind]}; name another file")
     data = _upgraded(data, source)
     fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
     supported = next((f.default for f in fields if f.name == "schema_version"), None)
     if supported is not None:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
-            anew = "write the file anew with this version"
+            anew = f"{'name another, or ' * (found is None)}write the file anew with this version"
             if kind is Plan:
                 anew += ": meshwise plan"
             if kind is Costs and isinstance(data, dict):
                 runs = _bounded(data.get("runs"))
                 anew = f"make it anew of its runs: meshwise calibrate RUN... ({runs})"
             raise ValueError(
-                f"{source}: schema_version is {_bounded(found)}, this version reads {supported}; "
-                f"{anew}"
+                f"{source}: schema_version is {'missing' if found is None else _bounded(found)}, "
+                f"this version reads {supported}; {anew}"
             )
     try:
         return msgspec.convert(data, kind)

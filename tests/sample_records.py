@@ -119,7 +119,8 @@ def plan(layout: Layout = LAYOUT, step_time_s: float = 0.010) -> Plan:
         nearest_infeasible=Infeasible(
             layout=Layout(dp=4, microbatch_size=2),
             missing_bytes=3.1 * 2**30,
-            reason="rank 0 needs 3.1 GiB more: activations (60.0 GiB of 83.1 GiB)",
+            reason="rank 0 needs 3.1 GiB more; its largest part is activations "
+            "(60.0 GiB of 83.1 GiB)",
         ),
         num_considered=11,
         runs=(MEASURE_RUN,),

@@ -119,9 +119,9 @@ def _cost(tried: BranchPlan, ranks: int) -> float:
 def _branch(
     op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, prices: Prices | None
 ) -> BranchPlan:
-    """Count the bytes of a branch by one way. Forward: keys and values come; by ``heads`` queries
-    come too, and out and lse return. Backward: by ``heads`` gradient, out and lse come again and
-    gradients of q, k and v return; else those of k and v return, in fp32."""
+    """Count the bytes of a branch by one way. Forward: each rank receives keys and values; by
+    ``heads`` also queries, for which it returns out and lse. Backward: by ``heads`` it receives the
+    gradient, out and lse, and returns dq, dk and dv; by other ways dk and dv, in fp32."""
     keys, queries = (_messages(op, branch, shards, way, of) for of in ("keys", "queries"))
     row, wide, lse = op.row_bytes, op.wide_row_bytes, op.lse_bytes
     there = 2 * row * keys + row * queries, 2 * row * queries + lse * queries

@@ -39,8 +39,8 @@ class Rows(Record, kw_only=True):
 
 class Seen(Record, kw_only=True):
     """Distinct keys that a query sees, per (query, head) row, dead rows included. ``share``: of all
-    pairs, or all causal pairs; ``multiplicity``: branches that join a pair, over pairs that any
-    joins. Exact, or from ``num_rows`` rows spread over the sequence."""
+    pairs, or all causal pairs; ``multiplicity``: branches that join a pair, of the pairs that any
+    branch joins. Exact, or from ``num_rows`` rows spread over the sequence."""
 
     exact: bool
     num_rows: int
@@ -197,8 +197,8 @@ def _count(
 
 
 def path_of(op: LongAttention, rows: Rows) -> Path:
-    """Search up to ``MOST_TOKENS_SEARCHED``. Above, use the paper's log_a(N (a - 1) / w0) if
-    segment lengths grow by a factor a from w0; not if causal, where it is an upper end at best."""
+    """Search sequences up to ``MOST_TOKENS_SEARCHED``. For longer ones use the paper's formula
+    log_a(N (a - 1) / w0), if segment lengths grow by a factor a from w0 and it is not causal."""
     n = op.seq_len
     if n == 1:
         return Path(layers=0, kind="exact")

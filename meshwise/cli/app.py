@@ -24,20 +24,20 @@ from meshwise.text import masked, one_line, plain
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
 Each verb takes the files of the one before from the working directory and says which it took.
-Exit codes: 0 done, 2 bad input, 3 a gate of compare caught something, 4 cases failed or ranks died,
-130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
+Exit codes: 0 done, 2 bad input, 3 compare found what --fail-if names, 4 cases failed or ranks \
+died, 130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
 """
 
 _VERBS = {
     "detect": "Look at this machine; writes cluster.toml.",
-    "measure": "Time operations on every rank; writes a run directory. Alone: profile.",
+    "measure": "Time operations on every rank; writes a run directory. By default: profile.",
     "calibrate": "Turn measurements into prices; writes costs.json.",
     "plan": "Find the fastest layout that fits; writes plan.json.",
     "run": "Execute a plan: predicted beside measured; writes a run directory.",
     "refit": "Move weights between layouts: how fast, bounded by what, checked.",
     "compare": "Compare two runs: ratio, interval, verdict.",
-    "report": "Write one self-contained page of it all.",
-    "show": "Print any of our files readably.",
+    "report": "Write all of it as one self-contained page.",
+    "show": "Print any file that Meshwise writes as tables.",
 }
 _MODULES = ("measure", "run", "refit", "show")  # the other verbs share ``verbs``
 
@@ -83,15 +83,13 @@ def _parts(value: str) -> list[str]:
 def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
     """Refuse 1.5 where a whole number belongs; cyclopts would round it."""
     for argument in arguments:
-        whole = (int, int | None, tuple[int, ...])
-        for token in argument.tokens if argument.hint in whole else ():
+        for token in argument.tokens if argument.hint in (int, int | None, tuple[int, ...]) else ():
             if "." in token.value:
                 raise cyclopts.CoercionError(token=token, target_type=int)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Parse, do, exit. Objects are frozen before exit; otherwise Python looks through all of them
-    for cycles, which takes half a second after a search."""
+    """Parse, do, exit. Unfrozen objects are searched for cycles at exit, for half a second."""
     _log_to_stderr()
     code, said = _done(arguments)
     if said:
@@ -143,6 +141,8 @@ def _in_words(error: cyclopts.CycloptsError) -> str:
         wanted = {int: "a whole number", float: "a number"}.get(error.target_type or str)
         if wanted:
             return f"{error.token.keyword} = {error.token.value!r}: must be {wanted}"
+    if isinstance(error, cyclopts.MissingArgumentError) and (of := error.argument):
+        return f"{of.name if of.index is None else of.name[2:].upper()}: no value is given"
     return str(error).splitlines()[0]
 
 

@@ -45,9 +45,9 @@ class Size:
     nproc: int | None = None
     "Ranks, one on each device: measure and run start them, or join those of a launcher."
     gpus: int | None = None
-    "The same number, as GPUs."
+    "Another name of --nproc."
     num_hosts: int | None = None
-    "With --num-devices-per-host the same number again."
+    "Hosts; times --num-devices-per-host, a third way to give --nproc."
     num_devices_per_host: int | None = None
     "Devices of each host."
 

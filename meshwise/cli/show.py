@@ -14,8 +14,8 @@ Flags = Annotated[Pattern, flags(Pattern, lists=True)]
 
 show = cyclopts.App(
     name="show",
-    help="Print any of our files readably, or (show pattern) what a pattern of attention covers "
-    "and costs.",
+    help="Print any file that Meshwise writes as tables, or (show pattern) what a pattern of "
+    "attention covers and costs.",
     result_action="return_value",
     default_parameter=PLAIN,
 )
@@ -25,7 +25,7 @@ show = cyclopts.App(
 def file(
     path: str, *, node: str | None = None, costs: str = "costs.json", json: Json = False
 ) -> int:
-    """Print any of our files readably.
+    """Print any file that Meshwise writes as tables.
 
     Parameters
     ----------

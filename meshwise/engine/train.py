@@ -113,7 +113,7 @@ class _StepLoop:
         return True
 
     def warm_up(self, count: int) -> None:
-        self.job.say(f"built; {count} steps of warm-up")
+        self.job.say(f"built; steps of warm-up: {count}")
         for index in range(count):
             if not self.step(index, " (warm-up)"):
                 return
@@ -180,7 +180,7 @@ def _trained(job: RankJob, save: checkpoint.Save | None) -> dict[str, Any]:
     profiled: dict[str, float] = {}
     peaks: dict[str, int] = {}
     if not loop.is_lost():
-        job.say(f"warmed up by {request.counts.warmup} steps; timing {request.counts.steps}")
+        job.say(f"warmed up; steps to time: {request.counts.steps}")
         found["before"] = device_states(ranks)
         with timed(spent, "timed_s"), _without_guards(loop.training, request.plan.lowering):
             times_s = job.together("timed steps", loop.timed_steps)

@@ -72,7 +72,7 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return a rank's variables beyond ours. The user's values of those in ``usual`` win."""
+    """Return the variables to set for a rank. Of those in ``usual`` the user's own values win."""
     from meshwise import ranks
 
     usual = {

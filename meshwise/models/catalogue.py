@@ -179,7 +179,7 @@ def find_any(text: AnyModel | str) -> AnyModel:
     known = (*all_names(), *_LISTED)
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-    raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
+    raise ValueError(f"model {text!r} is neither in the catalogue nor a config.json; {hint}")
 
 
 def _record(fields: dict[str, Any], source: str) -> AnyModel:

@@ -154,9 +154,9 @@ def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) ->
 
 def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """Place the copies of tokens. Return the place of each copy in [experts,groups,capacity], or -1
-    if none is left, and the copy at each place, or -1. First choices come before second ones.
+    if no place was left, and the copy at each place, or -1. First choices come before second ones.
 
-    ``experts`` [tokens,top_k]: copies have the numbers of its elements.
+    ``experts`` [tokens,top_k]; copies are numbered like its elements, row by row.
     """
     tokens, top_k = experts.shape
     if tokens % (size := sizes.group_size or 1):

@@ -235,15 +235,15 @@ class Started(Options):
     nproc: Annotated[int | None, PYTHON] = None
     "Ranks, one on each device; they are started, or a launcher's are joined."
     gpus: Annotated[int | None, PYTHON] = None
-    "The same number, as ``plan`` calls it."
+    "Another name of ``nproc``, which ``plan`` uses."
     timeout: Time | None = None
     "How long ranks wait in a collective or at a barrier; 30s by default, longer on shared cores."
     setup_timeout: Time | None = None
-    "At the start, and while ranks compile, load or save; 10m by default."
+    "How long ranks wait at the start, and while any compiles, loads or saves; 10m by default."
     runs: File = "runs"
     "Where run directories are."
     dry_run: bool = False
-    "Say what would be done, do and write nothing."
+    "Only say what would be done; write nothing."
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ class MeasureOptions(Started):
     budget: Time | None = None
     "Time to spend, as 120s or 2m; the most useful cases come first. By default all cases."
     resume: bool = False
-    "Continue the newest run of this kind and cluster without repeating finished cases."
+    "Continue the newest run of the same options and cluster; finished cases are not repeated."
     model: Models = field(default=(), metadata={"help": _MODEL})
     quick: bool = False
     "Spend 65 s of measuring, under 90 s in all."
@@ -74,12 +74,12 @@ class GemmOptions(MeasureOptions):
     tiny: bool = False
     "Also products that take microseconds."
     search: bool = False
-    "Search the shape with the highest rate."
+    "Search for the shape with the highest rate."
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(MeasureOptions):
-    """Attention by every back end there is, forward and backward."""
+    """Attention by every available back end, forward and backward."""
 
     shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
     "A file of shapes as Primus writes it (attention_shapes.json)."

@@ -26,19 +26,19 @@ class PlanOptions(Options):
         "(b200-hgx, dgx-a100-80gb, h100-hgx, h200-hgx, p3.16xlarge, p4d.24xlarge)."
     )
     hosts: int | None = None
-    "So many hosts of the cluster; between them counts its data sheet."
+    "How many such hosts; the data sheet gives the links between them."
     costs: File | None = None
     "Prices of the cluster to plan for: costs.json, unless --cluster is given."
     measured_only: bool = False
-    "Refuse prices of data sheets: a measurement that is missing is an error."
+    "Refuse prices of data sheets: a missing measurement is then an error."
     global_batch_size: int | None = None
     "Sequences in a step."
     seq_len: int | None = None
     "Tokens in a sequence."
     expert_load: Literal["mean", "p95"] = "mean"
     (
-        "Rows of the busiest rank's experts: an equal share, or the 95th percentile when every "
-        "choice falls at random."
+        "Rows of the busiest rank's experts: an equal share, or the 95th percentile if tokens "
+        "choose experts at random."
     )
     top: Annotated[int, Range(1)] = 10
     "How many layouts to keep."

@@ -176,7 +176,7 @@ def findings(
         if one.kind == "group" and any(finding.severity == "fault" for finding in found):
             more = [finding._replace(severity="note") for finding in more]  # a consequence
         found += more + _above(info, one)
-    # one row for one fault: its evidence is joined
+    # one row per fault, with all of its evidence
     same = grouped(found, lambda each: (each.what, each.where, each.severity)).values()
     joined = [each[0]._replace(evidence="; ".join(f.evidence for f in each)) for each in same]
     return sorted(joined, key=lambda finding: finding.severity)

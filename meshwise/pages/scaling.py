@@ -87,7 +87,7 @@ class ScalingRow(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """All rows. ``left_out``: older files, or of another configuration, with the reason."""
+    """All rows. ``left_out``: files that are older or of another configuration, with the reason."""
 
     config: dict[str, Any]
     device: str

@@ -155,7 +155,7 @@ def decades(low: float, high: float, factors: tuple[int, ...] = ()) -> list[floa
 
 
 def linear_ticks(axis: Any, top: float, show: Callable[[float], str], base: int) -> None:
-    """Tick up to five round values until ``top``; ``base`` 1000 for seconds, 1024 for bytes."""
+    """Set ticks at about five round values from 0 to ``top``. ``base``: 1000, or 1024 for bytes."""
     unit = float(base) ** math.floor(math.log(top, base))
     rough = top / unit / 5
     decade = 10.0 ** math.floor(math.log10(rough))

@@ -11,7 +11,7 @@ from meshwise.spec import AnyModel, Candidate, Cluster, Costs, HeldOut, Plan, Wi
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 CONVENTION = "torchtitan"
-INTERVAL = "95 % interval of the median, were times independent; of fewer than 6 values the range"
+INTERVAL = "95 % interval of the median, for independent times; the range if fewer than 6 values"
 MFU_LEGEND = (
     f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
     "lookups, plus 12 x layers x hidden x seq a token, attention not halved."
@@ -97,9 +97,9 @@ def costs(prices: Costs) -> list[Table]:
         *_errors(lambda curve: curve.held_out[curve.law]),
         legend=(
             "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
-            "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
-            "between them. A collective has so many ranks within each tier of links, its bytes "
-            "are nccl-tests' size.",
+            "t = alpha + bytes x beta, corrected to pass through the measured points; log-log "
+            "interpolates between them. A collective's name says how many ranks are in each "
+            "tier of links; its bytes are nccl-tests' size.",
         ),
         left=2,
     )
@@ -196,7 +196,7 @@ def warnings(notes: Sequence[str]) -> list[Table]:
             if key not in farthest or factor > farthest[key][0]:
                 farthest[key] = factor, note
     rows = tuple((note,) for _, note in farthest.values())
-    more = "measure more: meshwise measure profile --resume"
+    more = "measure more: meshwise measure profile --resume, with the options of the run"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
     return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
 

@@ -121,7 +121,7 @@ def check(
     units: Mapping[str, nn.Module],
     init: Init | None,
 ) -> None:
-    """Raise a ValueError that names the first thing which would be wrong or could not run."""
+    """Raise a ValueError that names the first thing that would go wrong or could not run."""
     layout = place.layout
     first: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -29,7 +29,7 @@ def check_held(
     shares: Sequence[live.Shares],
 ) -> None:
     """Check that the plans name existing ranks, and that this rank holds what they say. ``shares``:
-    of a side whose plan was not made from them."""
+    the live tensors of a side whose plan was given, [] if the plan was read off them."""
     wrong = []
     for side, plan, model, own in zip(SIDES, plans, models, _own(ranks, shares), strict=True):
         for name, held in model.items():

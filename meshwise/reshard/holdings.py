@@ -107,13 +107,13 @@ def of_plan(plan: Plan) -> Holdings:
     plan computes in, cut by tp, then by FSDP2 over the shards of dp (see ``parallel.data``)."""
     if not isinstance(plan.model, Model) or plan.model.experts is not None:
         raise ValueError(
-            f"Plan.model {plan.model.name!r}: where a plan puts weights is known for dense GPTs; "
-            "give the module without the plan, its DTensors say what each rank holds"
+            f"Plan.model {plan.model.name!r}: only plans of dense GPTs say where weights lie; "
+            "leave the plan out (None): the module's DTensors say what each rank holds"
         )
     if plan.layout.cuts != Cuts() or any(way.cuts for way in plan.layout.ways):
         raise ValueError(
-            f"Plan.layout {plan.layout.name}: where these cuts put weights is not known; give the "
-            "module without the plan, its DTensors say what each rank holds"
+            f"Plan.layout {plan.layout.name}: where these cuts put weights is not known; "
+            "leave the plan out (None): the module's DTensors say what each rank holds"
         )
     stages = []
     for stage in plan.stages:

@@ -91,7 +91,7 @@ def find(
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
-    log.info("comparing %s layouts of %d devices", f"{len(layouts):,}", num_devices)
+    log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
     ladders = [
@@ -105,7 +105,7 @@ def find(
     if not ranked:
         assert nearest is not None
         raise ValueError(
-            f"no layout of {model.name or 'the model'} fits {num_devices} devices; the nearest, "
+            f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
             f"{nearest.layout.name}: {nearest.reason}"
         )
     num_considered = len(ranked) + sum(removal.count for removal in removed)
@@ -281,8 +281,8 @@ def _nearest(
     limit: float,
 ) -> Infeasible | None:
     """Return the layout that needs the least memory among those that do not fit. Layouts wait in
-    order of a lower bound. First, all that differ only in recomputation share one entry. Then each
-    has its own, then one with the sharper bound of ``room``. Last, the layout is evaluated."""
+    order of a lower bound, and whichever comes first is looked at more closely: those that differ
+    only in recomputation together, each alone, by the sharper bound of ``room``, evaluated."""
     about = (model, workload.seq_len)
     layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
     for ladder in ladders:
@@ -297,7 +297,7 @@ def _nearest(
     found: tuple[Layout, int, Peak] | None = None
     tell = _Progress()
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
-        tell("the nearest that does not fit: %d layouts wait", len(waiting))
+        tell("looking for the layout nearest to fitting: %d wait", len(waiting))
         floor, looks, number = heappop(waiting)
         if looks == 0:
             floors = [bound.memory_bytes(*about, rung, prices) for rung in together[number]]
@@ -323,6 +323,6 @@ def _nearest(
     return Infeasible(
         layout=layout,
         missing_bytes=missing,
-        reason=f"rank {rank} needs {format_bytes(missing)} more: {name} "
-        f"({format_bytes(size)} of {format_bytes(peak.total_bytes)})",
+        reason=f"rank {rank} needs {format_bytes(missing)} more; its largest part "
+        f"is {name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})",
     )

@@ -106,7 +106,7 @@ def memory_of(
     of_stage: Callable[[StageKind, Prices], StageCost] = stage_memory,
     among: Collection[int] | None = None,
 ) -> tuple[int, Peak]:
-    """Return the rank that needs the most memory (the first of its pipeline rank) and its peak.
+    """Return a rank that needs the most memory, the first of its pipeline rank, and its peak.
     ``among``: the pipeline ranks to consider; None: all."""
     costs = prices.costs
     kinds = zip(kinds_of(model, workload.seq_len, layout), _ranks(layout), strict=True)

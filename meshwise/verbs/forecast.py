@@ -124,8 +124,8 @@ def sides(op: Resharding) -> tuple[Holdings, Holdings]:
 
 
 def known(op: Resharding, num_ranks: int, given: LinkRates | None) -> dict[str, float]:
-    """Return the forecast's figures for a sample, none without rates. Raise ValueError if the model
-    cannot be laid out so, or cannot be moved under the cap."""
+    """Return the forecast's figures for a sample; {} if no rate is known. Raise ValueError if the
+    model cannot be laid out so, or cannot be moved under the cap."""
     if given is not None:
         return metrics(forecast(op, num_ranks, given))
     plan = transfer.transfer_plan(*sides(op))

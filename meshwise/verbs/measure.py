@@ -261,7 +261,7 @@ def _sweep(recording: Recording, request: "SweepRequest", size: int, asked: Meas
     while True:
         skip = _measured(recording)
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
-        if done and not job.launched:  # a launcher's ranks go on and meet, as rank 0's list counts
+        if done and not job.launched:  # under a launcher all ranks go on: rank 0 decides
             log.info("all %d cases are measured already", len(request.cases))
             recording.finish()  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)

@@ -89,7 +89,7 @@ def _prices(
                 "prices with --costs, or leave --measured-only out"
             )
         if Path(DEFAULT_COSTS).exists():
-            log.info("%s is not used beside --cluster; --costs names it", DEFAULT_COSTS)
+            log.info("%s is not read beside --cluster, unless --costs names it", DEFAULT_COSTS)
         there = described if hosts is None else on_hosts(described, hosts)
         return unmeasured(there)
     if costs is None and not Path(DEFAULT_COSTS).exists():

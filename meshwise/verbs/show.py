@@ -1,4 +1,4 @@
-"""show: read any of our files and return its record; the command line prints it as tables.
+"""show: read a file that Meshwise wrote, return its record; the command line prints tables.
 
 ``follow`` traces one operation from the model to its share of the predicted step; ``pattern``
 explains an attention pattern.
@@ -73,7 +73,7 @@ def show(path: Path | str) -> Shown:
     for name, kind in _KINDS.items():
         if name in fields:
             return store.read(path, kind)
-    raise ValueError(f"{path} is none of our files; show can read {KINDS}")
+    raise ValueError(f"{path} is no file that Meshwise writes; show reads {KINDS}")
 
 
 def _verified(path: Path) -> Verified:

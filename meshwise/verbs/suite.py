@@ -152,7 +152,7 @@ def _check(name: str, asked: Suite) -> None:
 
 
 def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
-    """Run a case, however it ends, and print the source's lines meanwhile."""
+    """Run a case, which may fail, and print the lines that Alpa's benchmark would print."""
     from meshwise.launch import RanksFailed
 
     plan, size, niter = one.plan, one.plan.layout.num_devices, _num_iterations(asked)

@@ -24,7 +24,7 @@ def check_possible(cluster: Cluster, *, check: bool) -> None:
     if cluster.device.kind != "cuda":
         raise ValueError("--nccl-trace needs GPUs: gloo writes no trace")
     if check:
-        raise ValueError("--nccl-trace would hold the steps of --check as well; run them apart")
+        raise ValueError("--nccl-trace would also record the steps of --check; run them separately")
     if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise ValueError("--nccl-trace starts the ranks itself; use it without torchrun or srun")
 

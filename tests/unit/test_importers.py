@@ -557,7 +557,7 @@ def test_a_duplicated_row_keeps_both_times(file):
     [
         ("", "results.txt: is empty"),
         (" \n", "results.txt: is empty"),
-        ("hello\nworld\n", "results.txt: not a result of a tool that is read here"),
+        ("hello\nworld\n", "results.txt: not a result that measure import can read"),
         ('[{"model": "Llama2_7B", "seqlen": 4096}]', "is JSON, but not a report of nccl-tests"),
         ('{"results": [', "is not JSON"),
         ('{"results": [], "config": {}}', "not the JSON of nccl-tests version 3"),
@@ -778,7 +778,7 @@ def test_missing_and_binary_files_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         importers.read(tmp_path / "none.log")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match="not a result of a tool"):
+    with pytest.raises(ValueError, match="not a result that measure import"):
         importers.read(tmp_path / "binary")
 
 
@@ -828,7 +828,7 @@ def test_a_bad_file_is_named_and_the_good_ones_are_stored(tmp_path, monkeypatch,
     said = str(error.value)
     assert said.startswith("4 of 6 files refused, the other 2 are stored: ") and "\n" not in said
     assert f"{tmp_path / 'empty.log'}: is empty" in said and "gone.txt: does not exist" in said
-    assert f"{tmp_path / 'table.csv'}, {tmp_path / 'also.csv'}: not a result of a tool" in said
+    assert f"{tmp_path / 'table.csv'}, {tmp_path / 'also.csv'}: not a result that" in said
     runs = store.runs_of(tmp_path / "runs")
     infos = [store.load(run_dir)[0] for run_dir in runs]
     assert [info.provenance["imported"]["file"] for info in infos] == [

@@ -319,7 +319,7 @@ def test_there_is_no_trace_on_cpus_beside_a_check_or_under_a_launcher(monkeypatc
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="--nccl-trace needs GPUs: gloo writes no trace"):
         verb.check_possible(CPUS, check=False)
-    with pytest.raises(ValueError, match="run them apart"):
+    with pytest.raises(ValueError, match="run them separately"):
         verb.check_possible(known.CLUSTER, check=True)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="without torchrun or srun"):

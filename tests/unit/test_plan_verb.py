@@ -97,7 +97,7 @@ def test_data_sheets_beside_costs_are_said(caplog):
     store.write("costs.json", measured())
     plan = meshwise.plan("gpt-30m", cluster="h200-hgx", **SMALL)
     assert plan.cluster.name == "h200-hgx" and plan.runs == ()
-    assert "costs.json is not used beside --cluster; --costs names it" in caplog.text
+    assert "costs.json is not read beside --cluster, unless --costs names it" in caplog.text
 
 
 @pytest.mark.parametrize(

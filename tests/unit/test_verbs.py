@@ -600,7 +600,7 @@ def test_show_tells_files_apart_by_content():
     for path in (run, f"{run}/run.json", f"{run}/samples.jsonl"):
         assert meshwise.show(path).samples == known.SAMPLES
     Path("c.json").write_text("{}")
-    with pytest.raises(ValueError, match="none of our files; show can read"):
+    with pytest.raises(ValueError, match="no file that Meshwise writes; show reads"):
         meshwise.show("c.json")
 
 

@@ -108,7 +108,7 @@ def _check(scope: Scope, asked: CollectivesOptions) -> None:
     if "all_to_all_v" in kinds and not is_uneven:
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
-        raise ValueError("send: from whom to whom? ask for pairs")
+        raise ValueError("send: from whom to whom? pairs measures every ordered pair")
 
 
 def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:

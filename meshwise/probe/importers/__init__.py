@@ -89,4 +89,4 @@ def _csv(text: str, name: str) -> Found:
         if csv_table.form_of(csv_table.columns_of(header, separator), FORMS):
             raise ValueError(f"its values are separated by {word}; save it with commas between")
     missing = csv_table.lacking(csv_table.columns_of(header), FORMS)
-    raise ValueError(missing or f"not a result of a tool that is read here ({KNOWN})")
+    raise ValueError(missing or f"not a result that measure import can read ({KNOWN})")

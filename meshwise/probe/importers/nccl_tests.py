@@ -191,7 +191,7 @@ def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
     if program:
         named = kind_named(program)
         if named is None or named not in _KINDS.values():
-            raise ValueError(f"{program} is not a collective that is read here")
+            raise ValueError(f"{program} is no collective that measure import knows")
         return named, ""
     possible = _possible(section)
     if len(possible) == 1:

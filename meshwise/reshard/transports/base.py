@@ -167,7 +167,7 @@ class JobStage(ABC):
         return [torch.ne(now, last) | self.fresh for now, last in pairs]
 
     def settle(self, verified: bool) -> None:
-        """Note for ``delta`` what the destination has now, or that nobody knows."""
+        """Keep for ``delta`` the hashes of what the destination has now, if it was ``verified``."""
         for last, now in zip(self.last, self.known, strict=True):
             last.copy_(now)
         self.fresh.fill_(not verified)

@@ -158,7 +158,7 @@ class Symmetric:
         self.peers = Peers()
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
-        """Allocate as much symmetric memory as any rank asks for; all ranks ask together."""
+        """Allocate symmetric memory, for the rank that needs most; all ranks call together."""
         most = max(1, *self.ranks.gather(nbytes))
         mine = self.memory.empty(most, dtype=torch.uint8, device=self.ranks.device)
         return mine, self.memory.rendezvous(mine, self.group)
