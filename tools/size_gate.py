@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_702,
     "nn": 1_362,
     "options": 920,
-    "pages": 5_579,
+    "pages": 5_583,
     "parallel": 3_184,
     "prices": 837,
     "probe": 6_318,
