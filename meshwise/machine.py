@@ -82,9 +82,9 @@ def with_peaks(device: Device, peaks: Mapping[str, float] | None) -> Device:
     flops, source = dict(known.get("peak_flops", {})), [known.get("source", "")]
     for dtype, peak in (peaks or {}).items():
         if dtype not in DTYPE_BYTES:
-            raise ValueError(f"peak of {dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
+            raise ValueError(f"peak = {dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
         if not peak > 0:
-            raise ValueError(f"peak of {dtype} = {peak}: must be > 0 FLOP/s")
+            raise ValueError(f"peak = {dtype}={peak}: must be > 0 FLOP/s")
         flops[dtype] = float(peak)
         source.append(f"{dtype} given by the user")
     return msgspec.structs.replace(

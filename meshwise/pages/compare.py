@@ -155,6 +155,10 @@ def _compared(a: Sample, b: Sample) -> Compared:
     )
 
 
+def _capped(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio < 1000 else "over 1000"
+
+
 def table(comparison: Comparison) -> Table:
     """Show every shared case. Cases that the gate caught are marked."""
     caught, cases = set(comparison.failed), comparison.cases
@@ -185,7 +189,7 @@ def table(comparison: Comparison) -> Table:
         ("b/a", "ratio", "{:.3f}".format),
         (
             "interval",
-            lambda c: f"{c.low:.3f} – {c.high:.3f}" + " (range)" * (c.interval == "range"),
+            lambda c: f"{c.low:.3f} – {_capped(c.high)}" + " (range)" * (c.interval == "range"),
         ),
         legend=tuple(line for line, holds in legend.items() if holds),
         left=2,

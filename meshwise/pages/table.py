@@ -81,7 +81,7 @@ def shown(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def percent(value: float | None, sign: bool = False) -> str:
-    return shown(value, lambda share: f"{100 * share:{'+' if sign else ''}.1f} %")
+    return shown(value, lambda x: f"{round(100 * x, 1) + 0.0:{'+' if sign else ''}.1f} %")
 
 
 def share(value: float | None) -> str:

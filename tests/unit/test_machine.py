@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.detect_cluster()
     with pytest.raises(ValueError, match="nproc = 3, but 2 GPUs are visible"):
         machine.detect_cluster(nproc=3)
-    for peaks, words in (({"bf17": 1.0}, "peak of 'bf17'"), ({"bf16": -1.0}, "must be > 0")):
+    for peaks, words in (({"bf17": 1.0}, "peak = 'bf17'"), ({"bf16": -1.0}, "must be > 0")):
         with pytest.raises(ValueError, match=words):
             machine.detect_cluster(nproc=1, peaks=peaks)
 
