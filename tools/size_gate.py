@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_229,
+    "cli": 1_256,
     "engine": 3_235,
-    "fit": 312,
+    "fit": 692,
     "launch": 682,
     "models": 4_702,
     "nn": 1_362,
-    "options": 920,
-    "pages": 5_583,
+    "options": 968,
+    "pages": 5_625,
     "parallel": 3_184,
-    "prices": 837,
+    "prices": 1_036,
     "probe": 6_318,
     "reshard": 5_094,
     "search": 2_520,
-    "spec": 2_908,
+    "spec": 2_955,
     "suites": 1_003,
-    "verbs": 3_589,
-    "": 4_108,  # modules beside the rooms
+    "verbs": 3_789,
+    "": 4_118,  # modules beside the rooms
 }
 
 
