@@ -48,6 +48,7 @@ def collect(*, nproc: int | None = None) -> dict[str, Any]:
         **_torch_versions(),
         **_gpus(),
         "host_cores": len(os.sched_getaffinity(0)),
+        "host_load": round(os.getloadavg()[0], 2),  # of the last minute, before the ranks start
         "cpu": cpu_name(),
         "threads_per_rank": None if nproc is None else threads_per_rank(nproc),
         **_code(),

@@ -1,6 +1,6 @@
 """Statistics of repeated timings: intervals without an assumed distribution, four verdicts.
 
-No outlier is removed. The median's interval comes from order statistics (Hahn & Meeker,
+Comparisons remove no outlier. The median's interval comes from order statistics (Hahn & Meeker,
 Statistical Intervals, 5.2): the k-th smallest and k-th largest value, with k the largest number
 for which Binomial(n, 1/2) leaves at most 2.5 % below it. It treats all times as independent.
 
@@ -52,6 +52,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
             break
         k += 1
     return middle, ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
+
+
+def tamed_mean(values: Sequence[float]) -> float:
+    """Return the mean after the largest and the smallest twentieth of the values, at least one of
+    each from three on, are set to the next (Winsor): one outlier hardly moves it."""
+    ordered = np.sort(np.asarray(values, float))
+    n = len(ordered)
+    k = max(1, n // 20) if n > 2 else 0
+    return float(np.clip(ordered, ordered[k], ordered[n - 1 - k]).mean())
 
 
 def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERANCE) -> MedianRatio:

@@ -43,6 +43,7 @@ from meshwise.spec import (
     Workload,
     stages_of,
 )
+from meshwise.spec.costs import Law
 
 CLUSTER = Cluster(
     name="four",
@@ -138,11 +139,15 @@ def curve(like, floor_s: float, bytes_per_s: float, **run) -> Curve:  # type: ig
     return Curve(
         like=like,
         law="alpha_beta",
+        laws={
+            "alpha_beta": Law(parameters=(floor_s, 1 / bytes_per_s), held_out=GOOD),
+            "lines": Law(held_out=POOR),
+        },
         x_bytes=x,
         time_s=tuple(floor_s + size / bytes_per_s for size in x),
-        alpha_s=floor_s,
-        beta_s_per_byte=1 / bytes_per_s,
-        held_out={"alpha_beta": GOOD, "loglog": POOR},
+        end_s_per_byte=1 / bytes_per_s,
+        end_range_s_per_byte=(1 / bytes_per_s, 1 / bytes_per_s),
+        beyond=GOOD,
         runs=_RUNS,
         **run,
     )

@@ -7,15 +7,16 @@ import cyclopts
 import meshwise
 from meshwise.cli.options import PLAIN, Json, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.options.price import PriceOptions
 from meshwise.options.ring import Pattern
 
-USUAL = Pattern()
+USUAL, USUAL_PRICE = Pattern(), PriceOptions()
 Flags = Annotated[Pattern, flags(Pattern, lists=True)]
 
 show = cyclopts.App(
     name="show",
-    help="Print any file that Meshwise writes as tables, or (show pattern) what a pattern of "
-    "attention covers and costs.",
+    help="Print any file that Meshwise writes as tables; what an operation costs (show price); "
+    "what a pattern of attention covers and costs (show pattern).",
     result_action="return_value",
     default_parameter=PLAIN,
 )
@@ -64,4 +65,21 @@ def pattern(
 
     found = verb.pattern(asked)
     emit(found, page.of(found), json)
+    return DONE
+
+
+@show.command(sort_key=0)
+def price(
+    asked: Annotated[PriceOptions, flags(PriceOptions)] = USUAL_PRICE, *, json: Json = False
+) -> int:
+    """Say what an operation costs by costs.json, how sure that is, and what it rests on.
+
+    For example: show price all_reduce 64MiB --group 4; show price gemm 4096,4096,4096; show price
+    layer --model gpt-2.6b --tp 2; show price unit --model gpt-2.6b --group 8.
+    """
+    from meshwise.pages import show as pages
+    from meshwise.verbs import price as verb
+
+    found = verb.price(asked)
+    emit(found, [pages.price(found)], json)
     return DONE

@@ -9,6 +9,7 @@ import meshwise
 from meshwise.cli.options import ANY, Json, Runs, Size, flags
 from meshwise.cli.output import DONE, GATE_FAILED, emit, say
 from meshwise.options.plan import PlanOptions
+from meshwise.spec.costs import LawName
 
 USUAL = PlanOptions()
 
@@ -38,17 +39,25 @@ def detect(
     return DONE
 
 
-def calibrate(*run: str, runs: Runs = "runs", out: str = "costs.json", json: Json = False) -> int:
+def calibrate(
+    *run: str,
+    law: LawName | None = None,
+    runs: Runs = "runs",
+    out: str = "costs.json",
+    json: Json = False,
+) -> int:
     """Fit prices to measurements, with their errors on points left out. Writes costs.json.
 
     Parameters
     ----------
     run
         Run directories of measure; by default the newest.
+    law
+        Use this law for every curve instead of the one that predicts left-out points best.
     out
         The file to write.
     """
-    costs = meshwise.calibrate(run, runs=runs, out=out)
+    costs = meshwise.calibrate(run, law=law, runs=runs, out=out)
     from meshwise.pages import tables
 
     emit(costs, tables.costs(costs), json)

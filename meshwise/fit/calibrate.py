@@ -3,13 +3,14 @@
 Samples of one category (``prices.key``) make one price. It never mixes regimes, dtypes or
 lowerings."""
 
+import math
 from collections import Counter
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from meshwise.fit.curves import fit_curve
+from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
 from meshwise.fit.factors import fit_factor
 from meshwise.fit.surfaces import fit_surface
 from meshwise.prices import Prices
@@ -26,46 +27,67 @@ from meshwise.spec import (
     Surface,
     digest,
 )
-from meshwise.stats import median_interval
+from meshwise.spec.costs import LawName
+from meshwise.spec.op import Dtype
+from meshwise.stats import median_interval, tamed_mean
 
 Word = TypeVar("Word", bound=str)
-Timed = list[tuple[Sample, float]]
 
 
-def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
-    """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster."""
+class _Timed(NamedTuple):
+    """A sample, the seconds to expect, and of how many timings at least."""
+
+    sample: Sample
+    time_s: float
+    timings: int
+
+
+def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
+    """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster. ``law``:
+    use this one for every curve that it can be fitted to."""
     if len({digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
     info = runs[0][0]
     run_ids = tuple(info.run_id for info, _ in runs)
     timed = [
-        (sample, expected_s(sample))
-        for _, samples in runs
+        _Timed(
+            sample,
+            expected_s(sample),
+            # a row of a log sums up a loop
+            LEAST_TIMINGS if "imported" in info.provenance else len(sample.times_s),
+        )
+        for info, samples in runs
         for sample in samples
         if sample.status == "ok" and _has_price(sample.case.op)
     ]
-    versions = {sample.method_version for sample, _ in timed}
+    versions = {each.sample.method_version for each in timed}
     if len(versions) > 1:
         raise ValueError(
             f"the samples were timed by methods {sorted(versions)}; calibrate runs of one method"
         )
     groups = _groups(info, timed, run_ids)
-    sized = [each for each in groups if isinstance(each.about["like"], Sized)]
-    curves = tuple(fit_curve({x: t for (x,), t in of.points.items()}, of.about) for of in sized)
-    copies = [each for each in curves if getattr(each.like, "kind", "") == "copy"]
-    if not copies:
-        raise ValueError(
-            f"{run_ids[-1]} holds no finished copy, on which every price rests; "
-            "measure longer: meshwise measure profile --resume"
+    curves = tuple(
+        fit_curve(
+            {x: time_s for (x,), time_s in each.points.items()},
+            each.about,
+            info.cluster,
+            few=[x for (x,), count in each.timings.items() if count < LEAST_TIMINGS],
+            law=law,
         )
+        for each in groups
+        if isinstance(each.about["like"], Sized)
+    )
+    copies = [each for each in curves if getattr(each.like, "kind", "") == "copy"]
     shaped = [each for each in groups if isinstance(each.about["like"], Shaped)]
     blocks = [each for each in groups if isinstance(each.about["like"], Block)]
-    products = [sample.case.op.dtype for sample, _ in timed if isinstance(sample.case.op, Shaped)]
+    peaks = info.cluster.device.peak_flops
+    usual: Dtype = "bf16" if "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+    products = [op.dtype for each in timed if isinstance(op := each.sample.case.op, Shaped)]
     costs = Costs(
         cluster=info.cluster,
-        dtype=_most_common(products, "fp32"),
+        dtype=_most_common(products, usual),
         lowering=_most_common(
-            [sample.case.lowering for each in blocks for sample, _ in each.timed],
+            [one.sample.case.lowering for each in blocks for one in each.timed],
             info.cluster.device.lowering,
         ),
         world_size=info.world_size,
@@ -84,7 +106,8 @@ def _has_price(op: object) -> bool:
 
 
 def expected_s(sample: Sample) -> float:
-    """Return the seconds that one more such operation adds to a long sum: the slowest rank's mean.
+    """Return the seconds that one more such operation adds to a long sum: the slowest rank's mean,
+    without the pull of single outliers.
 
     Ranks that communicate wait for each other in every iteration: take the mean of the largest
     times. Ranks that do not communicate wait only at the end: take the largest of the means.
@@ -92,8 +115,8 @@ def expected_s(sample: Sample) -> float:
     op = sample.case.op
     waits = isinstance(op, Collective) or (isinstance(op, Block) and op.tp > 1)
     if waits or not sample.rank_times_s:
-        return mean(sample.times_s)
-    return max(map(mean, sample.rank_times_s))
+        return tamed_mean(sample.times_s)
+    return max(map(tamed_mean, sample.rank_times_s))
 
 
 def _most_common(values: list[Word], default: Word) -> Word:
@@ -103,45 +126,53 @@ def _most_common(values: list[Word], default: Word) -> Word:
 class _Grouped(NamedTuple):
     """Samples of one category, medians by coordinates, and fields of their price (``about``)."""
 
-    timed: Timed
+    timed: list[_Timed]
     dims: tuple[str, ...]
     points: dict[tuple[int, ...], float]
+    timings: dict[tuple[int, ...], int]
     about: dict[str, Any]
 
 
-def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Grouped]:
+def _groups(info: RunInfo, timed: list[_Timed], runs: tuple[str, ...]) -> list[_Grouped]:
     """Group samples by category, in the order of the categories' names."""
-    members: dict[Category, list[tuple[Key, Sample, float]]] = {}
-    for sample, time_s in timed:
-        key = op_key(sample.case.op, how(sample.case), info.cluster)  # type: ignore[arg-type]
-        members.setdefault(key.category, []).append((key, sample, time_s))
+    members: dict[Category, list[tuple[Key, _Timed]]] = {}
+    for each in timed:
+        case = each.sample.case
+        key = op_key(case.op, how(case), info.cluster)  # type: ignore[arg-type]
+        members.setdefault(key.category, []).append((key, each))
     found = []
     for same in sorted(members.values(), key=lambda same: same[0][0].name):
         points: dict[tuple[int, ...], list[float]] = {}
-        for key, _, time_s in same:
-            points.setdefault(tuple(key.coordinates.values()), []).append(time_s)
-        key, first, _ = same[0]
-        intervals = [median_interval(sample.times_s) for _, sample, _ in same]
+        timings = Counter[tuple[int, ...]]()
+        for key, each in same:
+            at = tuple(key.coordinates.values())
+            points.setdefault(at, []).append(each.time_s)
+            timings[at] += each.timings
+        key, first = same[0]
+        intervals = [median_interval(each.sample.times_s) for _, each in same]
         about = {
-            **how(first.case)._asdict(),
-            "like": first.case.op,
+            **how(first.sample.case)._asdict(),
+            "like": first.sample.case.op,
             "noise": median((high - low) / 2 / middle for middle, low, high in intervals),
             "runs": runs,
         }
         medians = {at: median(times) for at, times in points.items()}
-        found.append(_Grouped([each[1:] for each in same], tuple(key.coordinates), medians, about))
+        of = [each for _, each in same]
+        found.append(_Grouped(of, tuple(key.coordinates), medians, timings, about))
     return found
 
 
 def _surface(of: _Grouped, copies: list[Curve]) -> Surface:
-    """Fit a surface. Floor and memory rate are those of copies, of its regime if there are any."""
+    """Fit a surface. Floor and memory rate are those of copies, of its regime if there are any.
+    Without copies they are the surface's own best."""
     alike = [copy for copy in copies if copy.regime == of.about["regime"]] or copies
     return fit_surface(
         of.dims,
         of.points,
         of.about,
-        floor_s=min(min(copy.time_s) for copy in alike),
+        floor_s=min((min(copy.time_s) for copy in alike), default=math.inf),
         copy_bytes_per_s=max(
-            x / t for copy in alike for x, t in zip(copy.x_bytes, copy.time_s, strict=True)
+            (x / t for copy in alike for x, t in zip(copy.x_bytes, copy.time_s, strict=True)),
+            default=0.0,
         ),
     )

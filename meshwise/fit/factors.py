@@ -6,6 +6,7 @@ tensor-parallel degree and size, carries all of that into a plan. A second ratio
 the bytes that the block saves for backward: a compiler's partitioner makes its own choice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from meshwise.spec import Block, Factor, Sample
 
 
 def fit_factor(
-    samples: list[tuple[Sample, float]], prices: Prices, about: dict[str, Any]
+    samples: Sequence[tuple[Sample, float, int]], prices: Prices, about: dict[str, Any]
 ) -> Factor:
-    """Fit the factor of ``samples`` of blocks, each with its expected time. ``about``: the fields
-    of its ``Price``."""
+    """Fit the factor of ``samples`` of blocks, each with its expected time and number of timings.
+    ``about``: the fields of its ``Price``."""
     sizes: dict[float, list[tuple[float, float]]] = {}
-    for sample, time_s in samples:
+    for sample, time_s, _ in samples:
         block, device = sample.case.op, device_of(prices.costs.cluster, sample.case.lowering)
         assert isinstance(block, Block)
         composed = sum(prices.estimate(op).time_s for op in block_ops(block, device))

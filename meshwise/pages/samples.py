@@ -119,6 +119,7 @@ def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
         ("command", shlex.join(info.command)),
         *_facts(info),
         *([("throttled", slowed)] if slowed else []),
+        *([("busy host", info.busy)] if info.busy else []),
     )
     return Table(info.run_id, ("", ""), rows, left=2)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from meshwise.pages import health, samples, steps, tables
 from meshwise.pages.table import Table, filled, listed, span
-from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
+from meshwise.spec import Case, Cluster, Costs, Plan, Record, RunInfo, Sample
 from meshwise.spec.checkpoint import Damage, Verified
+from meshwise.spec.label import label
 from meshwise.spec.phases import ADDENDS, Phases
 from meshwise.spec.trace import TraceCheck
 from meshwise.units import format_bytes, format_count, format_seconds
@@ -145,3 +146,21 @@ _TABLES: dict[type, Callable[[Any], list[Table]]] = {
     Costs: tables.costs,
     Plan: tables.plan,
 }
+
+
+def price(found: Sequence[Any]) -> Table:
+    """Show the prices of operations (``verbs.price.Priced``)."""
+    return listed(
+        "Prices",
+        found,
+        ("price", "name"),
+        ("operation", lambda one: label(Case(op=one.op))),
+        ("time", "time_s", format_seconds),
+        ("from", "low_s", format_seconds),
+        ("to", "high_s", format_seconds),
+        ("tier", "tier"),
+        ("rests on", "rests_on"),
+        legend=("from, to: 9 of 10 points left out of the fit are within.",
+                *(note for one in found for note in one.notes)),
+        left=2,
+    )  # fmt: skip

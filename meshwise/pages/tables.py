@@ -6,8 +6,18 @@ from typing import Any
 
 from meshwise.models import num_parameters
 from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
-from meshwise.prices import name_of
-from meshwise.spec import AnyModel, Candidate, Cluster, Costs, HeldOut, Plan, WideResNet, Workload
+from meshwise.prices import TOO_NOISY, name_of
+from meshwise.spec import (
+    AnyModel,
+    Candidate,
+    Cluster,
+    Costs,
+    Curve,
+    HeldOut,
+    Plan,
+    WideResNet,
+    Workload,
+)
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 CONVENTION = "torchtitan"
@@ -79,6 +89,16 @@ def cluster(described: Cluster) -> list[Table]:
     return [Table(f"Cluster {described.name}", ("", ""), tuple(rows), left=2), links]
 
 
+def _left_out(curves: Sequence[Curve], name: Callable[[Curve], str]) -> list[str]:
+    """Name the points that curves leave out, and the curves that are too noisy."""
+    found = [
+        f"{name(curve)}: {format_bytes(point.x_bytes)} is no knot, {point.reason}."
+        for curve in curves
+        for point in curve.no_knots
+    ]
+    return found + [f"{name(curve)}: {TOO_NOISY}." for curve in curves if curve.noisy]
+
+
 def costs(prices: Costs) -> list[Table]:
     """Show every price with its error on points left out of the fit."""
 
@@ -89,17 +109,18 @@ def costs(prices: Costs) -> list[Table]:
         "Time against bytes",
         prices.curves,
         ("price", name),
-        ("law", lambda curve: {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law]),
+        ("law", lambda curve: curve.law.replace("_", "-")),
         ("points", lambda curve: len(curve.x_bytes)),
         ("measured sizes", lambda curve: span(curve.x_bytes, format_bytes)),
-        ("alpha", lambda curve: curve.alpha_s or None, format_seconds),
-        ("1/beta", lambda c: c.beta_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")),
-        *_errors(lambda curve: curve.held_out[curve.law]),
+        ("smallest", lambda curve: curve.time_s[0], format_seconds),
+        ("beyond", lambda c: c.end_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")),
+        *_errors(lambda curve: curve.held_out),
         legend=(
-            "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
-            "t = alpha + bytes x beta, corrected to pass through the measured points; log-log "
-            "interpolates between them. A collective's name says how many ranks are in each "
+            "Errors are |predicted/measured - 1| of every second point, predicted by the others. "
+            "Laws are corrected to pass through the measured points; beyond: the rate at which "
+            "times rise beyond the largest. A collective's name says how many ranks are in each "
             "tier of links; its bytes are nccl-tests' size.",
+            *_left_out(prices.curves, name),
         ),
         left=2,
     )
@@ -124,7 +145,8 @@ def costs(prices: Costs) -> list[Table]:
         legend=("The ratio corrects every plan that holds the block.",),
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
-    return [curves, surfaces, factors if prices.factors else none]
+    found = [table for table in (curves, surfaces) if table.rows]
+    return [*found, factors if prices.factors else none]
 
 
 def _errors(held_out: Callable[[Any], HeldOut]) -> tuple[Column, ...]:

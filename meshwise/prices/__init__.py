@@ -5,19 +5,28 @@ In: an operation. Out: its time, with an interval and the tier of its source.
 
 from meshwise.prices.datasheet import Datasheet, on_hosts, unmeasured
 from meshwise.prices.key import in_step, name_of, op_key
-from meshwise.prices.measured import MEASURE, Estimate, Prices, curve_s, roofline_s, shape_op
+from meshwise.prices.measured import (
+    MEASURE,
+    TOO_NOISY,
+    Estimate,
+    Prices,
+    roofline_s,
+    shape_op,
+    times_of,
+)
 
 __all__ = [
     "MEASURE",
+    "TOO_NOISY",
     "Datasheet",
     "Estimate",
     "Prices",
-    "curve_s",
     "in_step",
     "name_of",
     "on_hosts",
     "op_key",
     "roofline_s",
     "shape_op",
+    "times_of",
     "unmeasured",
 ]

@@ -36,6 +36,7 @@ from meshwise.spec import (
     Op,
     Record,
     Shaped,
+    Sized,
     Tier,
 )
 from meshwise.spec.op import Dtype
@@ -152,14 +153,12 @@ class Datasheet:
         return f"cluster {self.cluster.name!r} does not say {field}, so there is no roofline either"
 
     def _collective_s(self, op: Collective) -> tuple[float, float]:
-        n, host = op.group_size, self.cluster.num_devices_per_host
         if self.cluster.device.kind != "cuda":
             raise ValueError("a data sheet has no rate of collectives of CPU ranks")
-        if (n - 1) * op.group_stride < host:
+        n, (inside, hosts) = op.group_size, self._hosts(op)
+        if hosts == 1:
             tier = self.cluster.tier_of(n, op.group_stride)
             return self._fastest(op, n, 1, self._rate(tier, self.known.links), op.bytes)
-        inside = min(n, max(1, host // op.group_stride))
-        hosts = -(-n // inside)
         network = self._rate(self.cluster.tier_of(n, op.group_stride), self.known.network)
         if op.kind in ("all_to_all", "all_to_all_v"):
             return self._fastest(op, inside, hosts, network, op.size_bytes * (n - inside) / n)
@@ -178,17 +177,51 @@ class Datasheet:
         self, op: Collective, inside: int, hosts: int, rate: float, wire_bytes: float
     ) -> tuple[float, float]:
         """Price by the fastest protocol. ``inside``: ranks per host. ``wire_bytes``: of a rank."""
-        there_and_back = 2 if op.kind == "all_reduce" else 1
-        times = []
+        lines = self._lines(op, inside, hosts)
+        error = self.known.links.error if hosts == 1 else self.known.network.error
+        return min(wait_s + wire_bytes / (rate * share) for wait_s, share in lines), error
+
+    def _lines(self, op: Collective, inside: int, hosts: int) -> list[tuple[float, float]]:
+        """Return seconds before the first byte, and the share of the rate, of each protocol."""
+        there_and_back, found = 2 if op.kind == "all_reduce" else 1, []
         for of in self.known.protocols:
             if of.tree and (op.kind != "all_reduce" or hosts == 1):
                 continue
             crossings = math.log2(hosts) if of.tree else hosts - 1
             steps = inside - 1 if of.tree else op.group_size - hosts
             hops_s = there_and_back * (steps * of.link_s + crossings * of.network_s)
-            times.append(of.base_s + hops_s + wire_bytes / (rate * of.share))
-        error = self.known.links.error if hosts == 1 else self.known.network.error
-        return min(times), error
+            found.append((of.base_s + hops_s, of.share))
+        return found
+
+    def lines(self, op: Collective) -> list[tuple[float, float]]:
+        """Return what NCCL chooses from: for each algorithm and protocol the seconds before the
+        first byte, and its share of the links' rate. Nothing for CPU ranks, which use gloo."""
+        if self.cluster.device.kind != "cuda":
+            return []
+        return self._lines(op, *self._hosts(op))
+
+    def s_per_byte(self, op: Sized) -> float:
+        """Return the seconds that a byte more takes in a large message; 0 if no rate is known."""
+        try:
+            small, large = (self.time_s(_of_bytes(op, 2**power))[0] for power in (40, 41))
+        except ValueError:
+            return 0.0
+        return (large - small) / 2**40
+
+    def _hosts(self, op: Collective) -> tuple[int, int]:
+        """Return how many ranks of a group are on each host, and on how many hosts they are."""
+        n, host = op.group_size, self.cluster.num_devices_per_host
+        if (n - 1) * op.group_stride < host:
+            return n, 1
+        inside = min(n, max(1, host // op.group_stride))
+        return inside, -(-n // inside)
+
+
+def _of_bytes(op: Sized, num_bytes: int) -> Sized:
+    if isinstance(op, Elementwise):
+        return msgspec.structs.replace(op, read_bytes=num_bytes // 2, write_bytes=num_bytes // 2)
+    kind = "all_to_all" if op.kind == "all_to_all_v" else op.kind
+    return msgspec.structs.replace(op, kind=kind, size_bytes=num_bytes, splits=())
 
 
 def unmeasured(cluster: Cluster) -> Costs:

@@ -6,7 +6,11 @@ from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Block, Dtype, Lowering, Regime, Shaped, Sized
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
-SCHEMA_VERSION = 2  # 1 lacked how its samples ran and attention's number of keys
+NOISY = 0.5  # median held-out error of what is too noisy to plan with
+# numbers of parameters of laws; -3: any multiple of 3
+_PARAMETERS = {"lines": 0, "cubic": 0, "alpha_beta": 2, "root": 3, "smooth": 5, "sigmoid": 9,
+               "pieces": -3, "nccl": -2}  # fmt: skip
+SCHEMA_VERSION = 3  # 1 lacked how samples ran and attention's number of keys, 2 most laws
 
 # Sources of a price, the best first. A transferred price is another category's (dtype, regime,
 # mask ...). A datasheet price uses no measurement of this cluster.
@@ -15,7 +19,7 @@ TIERS: tuple[PriceTier, ...] = get_args(PriceTier)
 
 
 class HeldOut(Record, kw_only=True):
-    """Relative error |predicted/measured - 1| at points left out of the fit one by one."""
+    """Relative error |predicted/measured - 1| at points left out of the fit."""
 
     median: NonNegativeFloat
     p90: NonNegativeFloat
@@ -43,30 +47,63 @@ class Price(Record, kw_only=True):
     runs: tuple[str, ...]
 
 
+LawName = Literal["lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "nccl", "sigmoid"]
+
+
+class Law(Record, kw_only=True):
+    """A law of time against bytes (``prices.laws``), fitted to a curve's knots. ``held_out``: at
+    every second knot, predicted from the others."""
+
+    parameters: tuple[float, ...] = ()
+    held_out: HeldOut
+
+
+class NoKnot(Record, kw_only=True):
+    """A measured point that a curve leaves out, and the ``reason``."""
+
+    x_bytes: PositiveFloat
+    time_s: PositiveFloat
+    reason: str
+
+
 class Curve(Price, kw_only=True):
     """Time against bytes: exact at the measured knots, and a law between and beyond them.
 
-    loglog: straight lines in log-log. alpha_beta: t = alpha_s + x * beta_s_per_byte, times the
-    ratio to it of the knots on both sides. ``law``: the one with the smaller held-out error. Beyond
-    ``x_bytes[-1]``, the last knot is continued with slope beta.
+    ``law``: the one of ``laws`` in use, by default the one with the least held-out error. Beyond
+    the last knot times rise by ``end_s_per_byte``; ``end_range_s_per_byte`` is the least and the
+    most that this may be, ``beyond`` its error at points about 16 times beyond shorter curves.
     """
 
     like: Sized
-    law: Literal["loglog", "alpha_beta"]
+    law: LawName
+    laws: dict[LawName, Law]
     x_bytes: tuple[float, ...]
     time_s: tuple[float, ...]
-    alpha_s: NonNegativeFloat
-    beta_s_per_byte: NonNegativeFloat
-    held_out: dict[str, HeldOut]
+    end_s_per_byte: NonNegativeFloat
+    end_range_s_per_byte: tuple[NonNegativeFloat, NonNegativeFloat]
+    beyond: HeldOut
+    no_knots: tuple[NoKnot, ...] = ()
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The error of the law in use."""
+        return self.laws[self.law].held_out
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the curve is too noisy to plan with."""
+        return self.held_out.num_points > 0 and self.held_out.median > NOISY
 
     def check(self) -> None:
-        if self.law == "alpha_beta" and not self.alpha_s + self.beta_s_per_byte:
-            self.fail("law", "alpha_beta needs alpha_s or beta_s_per_byte")
         if not self.x_bytes or list(self.x_bytes) != sorted(set(self.x_bytes)):
             self.fail("x_bytes", "must hold sizes, each larger than the one before")
         _check_times(self, self.x_bytes)
-        if self.law not in self.held_out:
-            self.fail("held_out", f"must hold the error of the law used, {self.law}")
+        if self.law not in self.laws:
+            self.fail("law", f"must be one of laws: {', '.join(self.laws)}")
+        for name, law in self.laws.items():
+            count, each = len(law.parameters), _PARAMETERS[name]
+            if count % each if each < 0 else count != each:
+                self.fail("laws", f"{name} cannot have {count} parameters")
 
 
 class Surface(Price, kw_only=True):

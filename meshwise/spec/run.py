@@ -176,6 +176,8 @@ class _Known(msgspec.Struct):
     imported: _Imported | None = None
     ring: _Ring | None = None
     cases: str | None = None
+    host_load: float | None = None
+    host_cores: int | None = None
 
 
 FAILED = ("oom", "error", "hung")  # skipped is no failure: the case does not apply here
@@ -209,6 +211,14 @@ class RunInfo(Record, kw_only=True):
     cluster: Cluster
     plan: Plan | None = None
     provenance: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+    @property
+    def busy(self) -> str:
+        """The load of the host when the run began, if other work kept a quarter of it busy."""
+        load, cores = (self.provenance.get(name) for name in ("host_load", "host_cores"))
+        if load is None or not cores or load <= cores / 4:
+            return ""
+        return f"{load:g} processes at work on {cores} cores before it began"
 
     def check(self) -> None:
         try:

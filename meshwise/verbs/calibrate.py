@@ -4,7 +4,9 @@ import logging
 from pathlib import Path
 
 from meshwise import store
+from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import Costs
+from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
 from meshwise.verbs import files
 
@@ -14,11 +16,13 @@ log = logging.getLogger("meshwise")
 def calibrate(
     run: Path | str | tuple[Path | str, ...] = (),
     *,
+    law: LawName | None = None,
     runs: Path | str = "runs",
     out: Path | str = "costs.json",
 ) -> Costs:
     """Fit prices to the samples of ``run`` (run directories), by default the newest run of
-    ``measure profile`` that has samples."""
+    ``measure profile`` that has samples. ``law``: use this law for every curve (``prices.laws``)
+    instead of the one that predicts best."""
     from meshwise import fit
 
     chosen = [Path(path) for path in files.several(run)]
@@ -33,7 +37,11 @@ def calibrate(
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
-    costs = fit.calibrate(loaded)
+    costs = fit.calibrate(loaded, law)
+    for curve in costs.curves:
+        if curve.noisy:
+            busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"
+            log.warning("%s: %s (%s)", name_of(curve, costs.cluster), TOO_NOISY, busy)
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs

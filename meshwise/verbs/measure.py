@@ -152,7 +152,7 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
         "configs": primus.read_models,
         "shapes": primus.read_attention_shapes,
         "plan": lambda path: files.take(path, Plan),
-        "splits": _read_splits,
+        "splits": read_splits,
         "ranks": _read_ranks,
     }
     if asked.model and asked.what == "health":
@@ -203,7 +203,7 @@ def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
+def read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
     found = store.read(path, tuple[tuple[int, ...], ...])
     if not found:
         raise ValueError(f"{path}: the list is empty; give a list of bytes for each rank")

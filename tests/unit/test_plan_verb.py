@@ -16,6 +16,7 @@ from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
 from meshwise.spec import Candidate, Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
 from meshwise.spec import plan as spec_plan
+from meshwise.spec.costs import HeldOut, Law
 from meshwise.spec.layout import Way
 from meshwise.verbs import files, run, show
 from tests import sample_records as known
@@ -34,6 +35,7 @@ def main(arguments):
     return ended.value.code
 
 
+EXACT = HeldOut(median=0.0, p90=0.0, num_points=5)
 INSIDE = Collective(kind="all_reduce", size_bytes=2**20, group_size=8, dtype="fp32", in_place=True)
 
 
@@ -41,9 +43,9 @@ def measured():
     """Costs of an H100 host on which nothing but one collective was measured: 1 second each."""
     costs = unmeasured(files.take("h100-hgx", Cluster))
     curve = Curve(
-        like=INSIDE, law="loglog", x_bytes=(1.0, 2.0**40), time_s=(1.0, 1.0),
-        alpha_s=1.0, beta_s_per_byte=0.0,
-        held_out={"loglog": {"median": 0.0, "p90": 0.0, "num_points": 5}}, runs=("made",),
+        like=INSIDE, law="lines", x_bytes=(1.0, 2.0**40), time_s=(1.0, 1.0),
+        laws={"lines": Law(held_out=EXACT)}, beyond=EXACT,
+        end_s_per_byte=0.0, end_range_s_per_byte=(0.0, 0.0), runs=("made",),
     )  # fmt: skip
     return msgspec.structs.replace(costs, curves=(curve,), runs=("made",))
 

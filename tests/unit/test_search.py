@@ -920,8 +920,8 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
         msgspec.structs.replace(
             curve,
             time_s=tuple(slow * time_s for time_s in curve.time_s),
-            alpha_s=slow * curve.alpha_s,
-            beta_s_per_byte=slow * curve.beta_s_per_byte,
+            end_s_per_byte=slow * curve.end_s_per_byte,
+            end_range_s_per_byte=(slow * curve.end_s_per_byte, slow * curve.end_s_per_byte),
         )
         if isinstance(curve.like, Collective)
         else curve

@@ -34,7 +34,6 @@ from meshwise.spec import (
     Experts,
     Factor,
     Gemm,
-    HeldOut,
     Layout,
     LongAttention,
     Model,
@@ -53,6 +52,7 @@ from meshwise.spec import (
     digest,
     stages_of,
 )
+from meshwise.spec.costs import Law
 from tests import sample_records as known
 
 KINDS: list[type[Record]] = [
@@ -150,8 +150,8 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Curve: lambda f: {
         "x_bytes": (1.0, 2.0),
         "time_s": (0.5, 0.25),
-        "alpha_s": f["alpha_s"] or 1.0,  # alpha_beta needs one of its two numbers
-        "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
+        "law": "lines",
+        "laws": {"lines": Law(held_out=f["beyond"])},
     },
     Surface: lambda f: {
         "like": Gemm(m=1, n=2, k=3),

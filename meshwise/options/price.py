@@ -1,0 +1,48 @@
+"""Options of ``show price``: which operation, of what size, run how."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from meshwise.options import Content, File, Options, Range, SomeModel
+from meshwise.spec.op import Dtype, Regime
+
+_WHAT = (
+    "A collective (all_reduce ...), memory-bound work (copy ...), gemm, attention, layer or unit."
+)
+_SIZE = "Bytes, as 64MiB: nccl-tests' size of a collective, or what work reads and writes."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions(Options):
+    """An operation and the prices to ask."""
+
+    what: str = field(default="all_reduce", kw_only=False, metadata={"help": _WHAT})
+    size: str | None = field(default=None, kw_only=False, metadata={"help": _SIZE})
+    group: Annotated[int, Range(2, 2**20)] = 2
+    "Ranks of a collective or of an FSDP unit."
+    stride: Annotated[int, Range(1, 2**20)] = 1
+    "Between the ranks of a group: 8 is one rank on each host of eight."
+    in_place: bool | None = None
+    "A collective's; by default as a training step runs it: all-reduces are."
+    splits: Content | None = None
+    "Of all_to_all_v: a JSON file with a row for each rank, the bytes that it sends to each."
+    shape: str | None = None
+    "Of a product M,N,K; of attention BATCH,TOKENS,HEADS,HEAD_DIM."
+    trans: Literal["nn", "nt", "tn"] = "nt"
+    "Which operands of a product are transposed; nt is a linear layer's forward."
+    model: SomeModel | None = None
+    "Whose layer or FSDP unit."
+    microbatch_size: Annotated[int, Range(1, 2**20)] = 1
+    "Sequences of a layer's microbatch."
+    seq_len: Annotated[int, Range(1, 2**30)] | None = None
+    "Of a layer; by default the model's largest."
+    tp: Annotated[int, Range(1, 2**10)] = 1
+    "Ranks that share a layer."
+    direction: Literal["forward", "backward"] = "forward"
+    "Of a layer or attention."
+    dtype: Dtype | None = None
+    "By default that of the plans made from these prices."
+    regime: Regime | None = None
+    "By default as a training step runs it."
+    costs: File = "costs.json"
+    "The prices, as calibrate wrote them."

@@ -1,0 +1,192 @@
+"""show price: what an operation costs, how sure that is, and what it rests on."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from meshwise import models
+from meshwise.models import catalogue
+from meshwise.models.decoder import weights
+from meshwise.options import keywords
+from meshwise.options.price import PriceOptions
+from meshwise.prices import Prices, in_step, op_key
+from meshwise.spec import (
+    Attention,
+    Block,
+    Collective,
+    Costs,
+    Curve,
+    Elementwise,
+    Factor,
+    Gemm,
+    Layout,
+    Op,
+    PriceTier,
+    Recipe,
+    Record,
+    Sized,
+    Surface,
+    WideResNet,
+)
+from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Dtype, ElementwiseKind
+from meshwise.units import format_bytes, parse_bytes
+from meshwise.verbs import files, measure
+
+COLLECTIVES, MEMORY_BOUND = get_args(CollectiveKind), get_args(ElementwiseKind)
+KINDS = (*COLLECTIVES, *MEMORY_BOUND, "gemm", "attention", "layer", "unit")
+
+
+class Priced(Record, kw_only=True):
+    """A price with its interval, in which 9 of 10 left-out points are. ``rests_on``: the law and
+    the points, or the neighbours, that it comes from."""
+
+    op: Op
+    name: str
+    time_s: float
+    low_s: float
+    high_s: float
+    tier: PriceTier
+    rests_on: str
+    notes: tuple[str, ...] = ()
+
+
+@keywords(PriceOptions)
+def price(asked: PriceOptions) -> list[Priced]:
+    """Price an operation: a collective or memory-bound work of some bytes, a product, attention, a
+    layer of a model, or the collectives of one of its FSDP units."""
+    costs = files.take(asked.costs, Costs)
+    prices, dtype = Prices(costs, datasheet=True), asked.dtype or costs.dtype
+    return [_priced(op, prices, asked) for op in _ops(asked, dtype)]
+
+
+def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
+    what = asked.what.replace("-", "_")
+    if what not in KINDS:
+        raise ValueError(f"what = {asked.what!r}: must be one of {', '.join(KINDS)}")
+    if what in COLLECTIVES:
+        return [_collective(what, asked, dtype)]
+    if what in MEMORY_BOUND:
+        half = _bytes(asked) // 2
+        return [Elementwise(kind=what, read_bytes=half, write_bytes=_bytes(asked) - half)]  # type: ignore[arg-type]
+    if what == "gemm":
+        m, n, k = _extents(asked, "M,N,K")
+        trans: dict[str, Any] = {"trans_a": asked.trans[0] == "t", "trans_b": asked.trans[1] == "t"}
+        return [Gemm(m=m, n=n, k=k, dtype=dtype, **trans)]
+    if what == "attention":
+        batch, tokens, heads, width = _extents(asked, "BATCH,TOKENS,HEADS,HEAD_DIM")
+        sizes = {"q_len": tokens, "kv_len": tokens, "heads": heads, "kv_heads": heads}
+        of = {"dtype": dtype, "direction": asked.direction}
+        return [Attention(batch=batch, head_dim=width, **sizes, **of)]  # type: ignore[arg-type]
+    return _layer(asked, dtype) if what == "layer" else _unit(asked, dtype)
+
+
+def _bytes(asked: PriceOptions) -> int:
+    if asked.size is None:
+        raise ValueError(f"size: {asked.what} needs one, as 64MiB")
+    return parse_bytes(asked.size, "size")
+
+
+def _extents(asked: PriceOptions, names: str) -> list[int]:
+    """Parse the shape, as many whole numbers as there are ``names``."""
+    words = (asked.shape or asked.size or "").split(",")
+    if len(words) != names.count(",") + 1 or not all(word.strip().isdigit() for word in words):
+        raise ValueError(f"shape = {asked.shape or asked.size!r}: must be {names}, whole numbers")
+    return list(map(int, words))
+
+
+def _collective(kind: str, asked: PriceOptions, dtype: Dtype) -> Collective:
+    in_place = kind == "all_reduce" if asked.in_place is None else asked.in_place
+    how: dict[str, Any] = {"kind": kind, "dtype": dtype, "in_place": in_place}
+    if kind != "all_to_all_v":
+        group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
+        return Collective(size_bytes=_bytes(asked), **group, **how)
+    if asked.splits is None:
+        raise ValueError("splits: all_to_all_v needs them: --splits FILE, the bytes of each pair")
+    file = isinstance(asked.splits, str)
+    splits = measure.read_splits(asked.splits) if file else tuple(map(tuple, asked.splits))
+    sums = [*map(sum, splits), *map(sum, zip(*splits, strict=True))]
+    return Collective(size_bytes=max(sums), splits=splits, group_size=len(splits), **how)
+
+
+def _model(asked: PriceOptions) -> Any:
+    if asked.model is None:
+        raise ValueError(f"model: {asked.what} needs one, as gpt-2.6b")
+    return catalogue.find_any(asked.model)
+
+
+def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
+    model = _model(asked)
+    seq_len = asked.seq_len or (1 if isinstance(model, WideResNet) else model.max_seq_len)
+    layout = Layout(tp=asked.tp, microbatch_size=asked.microbatch_size)
+    blocks = models.blocks_of(model, seq_len, layout, dtype)
+    return [
+        block for ((part, _), way), block in blocks.items()
+        if part == "layer" and way == asked.direction
+    ]  # fmt: skip
+
+
+def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
+    """Return the gather of a layer's parameters, and the scatter of their gradients."""
+    first = [weight for weight in weights(_model(asked)) if weight.unit == "layers.0"]
+    elements = sum(weight.num_elements for weight in first) // asked.tp
+    elements -= elements % asked.group
+    group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
+    sent: tuple[tuple[CollectiveKind, Dtype], ...] = (
+        ("all_gather", dtype), ("reduce_scatter", Recipe().reduce)
+    )  # fmt: skip
+    return [
+        Collective(kind=kind, size_bytes=elements * DTYPE_BYTES[kept], dtype=kept, **group)
+        for kind, kept in sent
+    ]
+
+
+def _priced(op: Op, prices: Prices, asked: PriceOptions) -> Priced:
+    """Price an operation alone, or a layer as the sum of its operations times its factor."""
+    prices.begin()
+    costs = prices.costs
+    run = in_step(op, costs.cluster, costs.lowering)
+    if asked.regime is not None:
+        run = run._replace(regime=asked.regime)
+    key = op_key(op, run, costs.cluster)
+    if isinstance(op, Block):
+        device = models.device_of(costs.cluster, costs.lowering)
+        parts = [prices.estimate(one) for one in models.block_ops(op, device)]
+        factor, held_out = prices.factor(op)
+        time_s = factor * sum(part.time_s for part in parts)
+        sure = math.hypot(*(part.time_s * part.error for part in parts)) * factor / time_s
+        error = held_out.p90 if held_out and held_out.num_points else sure
+        rests_on = f"{len(parts)} operations"
+        if held_out is not None:
+            rests_on += f" x {factor:.3f}, measured over added up"
+        tier = prices.tier
+    else:
+        found = prices.estimate(op, run)
+        time_s, error, tier = found.time_s, found.error, found.source
+        rests_on = _rests_on(prices.known.get(key.category), op, tier)
+    return Priced(
+        op=op,
+        name=key.name,
+        time_s=time_s,
+        low_s=time_s * max(0.0, 1 - error),
+        high_s=time_s * (1 + error),
+        tier=tier,
+        rests_on=rests_on,
+        notes=tuple(prices.notes),
+    )
+
+
+def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -> str:
+    if tier == "datasheet" or price is None:
+        return {"datasheet": "the cluster's data sheet"}.get(tier, "a similar operation's price")
+    runs = f", of {', '.join(price.runs)}"
+    if isinstance(price, Surface):
+        return f"{len(price.shapes)} measured shapes{runs}"
+    if not isinstance(price, Curve) or not isinstance(op, Sized):
+        return f"measured layers{runs}"
+    x = op.size_bytes if isinstance(op, Collective) else op.bytes
+    if tier == "measured":
+        return f"the measured time of {format_bytes(x)}{runs}"
+    near = [size for size in price.x_bytes if size <= x][-1:] + [
+        size for size in price.x_bytes if size > x
+    ][:1]
+    return f"{price.law.replace('_', '-')} at {' and '.join(map(format_bytes, near))}{runs}"

@@ -1,0 +1,88 @@
+"""show price: operations, their prices and what these rest on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise.cli import app
+from meshwise.verbs import price as verb
+from tests import sample_records as known
+
+LOGS = Path(__file__).resolve().parents[1] / "data" / "nccl_tests_a100x8"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app.main(["show", "price", *words.split()])
+    return ended.value.code, capsys.readouterr()
+
+
+def test_logs_of_others_become_prices_and_a_plan(capsys):
+    """NCCL's logs of 8 A100, on the data sheet of their host; what they lack is the sheet's."""
+    from meshwise.verbs.imports import import_files
+
+    run_dirs = import_files(tuple(LOGS.glob("*.log")), cluster="dgx-a100-80gb", runs="runs")
+    costs = meshwise.calibrate(tuple(run_dirs))
+    assert len(costs.curves) == 12 and not any(curve.noisy for curve in costs.curves)
+    code, said = shown("all_reduce 64MiB --group 8 --dtype fp32 --regime pipelined --json", capsys)
+    (found,) = json.loads(said.out)
+    assert code == 0 and found["tier"] == "transferred"  # torch's own calls were not measured
+    assert found["time_s"] == pytest.approx(582e-6, rel=0.01)  # the log's
+    assert found["low_s"] < 0.8 * found["time_s"] < 1.2 * found["time_s"] < found["high_s"]
+    assert "nccl stands in" in " ".join(found["notes"])
+    plan = meshwise.plan("gpt-2.6b", gpus=8, costs="costs.json")
+    assert plan.prediction.tier == "datasheet" and plan.dtype == "bf16"
+
+
+def test_each_kind_of_work(capsys):
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    for words, named in {
+        "copy 1GiB": "copy",
+        "gemm 4096,4096,4096": "gemm bf16 nt",
+        "attention 2,1024,16,64 --direction backward": "attention",
+        "layer --model gpt-125m --tp 2": "layer",
+    }.items():
+        code, said = shown(f"{words} --json", capsys)
+        assert code == 0, said.err
+        (found,) = json.loads(said.out)
+        assert found["name"].startswith(named)
+        assert 0 <= found["low_s"] <= found["time_s"] <= found["high_s"]
+    gathered, scattered = verb.price(what="unit", model="gpt-125m", group=2, dtype="bf16")
+    assert gathered.op.size_bytes == 2 * 7_087_872  # GPT-125M: a layer's parameters
+    assert scattered.op.size_bytes == 2 * gathered.op.size_bytes  # fp32 gradients
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("all_redduce 1MiB", "error: what = 'all_redduce': must be one of all_reduce"),
+        ("all_reduce", "error: size: all_reduce needs one, as 64MiB"),
+        ("gemm 4096,4096", "error: shape = '4096,4096': must be M,N,K, whole numbers"),
+        ("layer", "error: model: layer needs one, as gpt-2.6b"),
+        ("all_to_all_v", "error: splits: all_to_all_v needs them: --splits FILE"),
+    ],
+)
+def test_what_is_missing_is_named(words, message, capsys):
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    code, said = shown(words, capsys)
+    assert code == 2 and message in said.err
+
+
+def test_an_uneven_all_to_all_costs_what_its_busiest_rank_does(capsys):
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    splits = [[0, 2**20], [2**10, 0]]
+    (found,) = verb.price(what="all_to_all_v", splits=splits)
+    assert found.op.size_bytes == 2**20 and found.op.group_size == 2
