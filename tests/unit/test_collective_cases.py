@@ -108,9 +108,11 @@ class TestWays:
     def test_a_size_is_cut_to_what_divides_among_the_ranks(self):
         found = {op.kind: op.size_bytes for op in ops(scope(3), sizes="1000")}
         assert found == {
-            "all_reduce": 1000, "send_recv": 1000,  # whole elements of 4 bytes
-            "all_gather": 996, "reduce_scatter": 996, "all_to_all": 996,  # 3 x 83 x 4
+            "all_reduce": 992, "send_recv": 992,  # 62 x 16: NCCL's vectors
+            "all_gather": 960, "reduce_scatter": 960, "all_to_all": 960,  # 3 x 20 x 16
         }  # fmt: skip
+        few = {op.kind: op.size_bytes for op in ops(scope(3), sizes="40")}
+        assert (few["all_reduce"], few["all_gather"]) == (32, 36)  # 36 = 3 x 3 x 4
         small = ops(scope(4), sizes="8")  # less than an element for each rank
         assert {op.kind for op in small} == {"all_reduce", "send_recv"}
         assert {op.size_bytes for op in ops(scope(2, dtype="bf16"), sizes="7")} == {6, 4}
