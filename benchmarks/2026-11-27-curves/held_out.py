@@ -1,0 +1,78 @@
+"""Errors of curves at points left out, and the time of fits and prices.
+
+Usage: held_out.py [COSTS.json]; without it, the six logs of 8 A100 in tests/data (nccl-tests).
+"""
+
+import sys
+import time
+
+import numpy as np
+
+from meshwise import store
+from meshwise.fit import laws
+from meshwise.fit.curves import fit_curve
+from meshwise.prices import Prices, times_of
+from meshwise.prices.laws import KnotTimes
+from meshwise.spec import Costs
+from tests.unit.test_laws import ABOUT, logs
+
+NAMES = ("lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "sigmoid")
+
+
+def halves(x, t):
+    """Yield the points of one half, and those of the other that lie between them."""
+    for phase in (0, 1):
+        mine = np.arange(len(x)) % 2 == phase
+        others = ~mine & (x > x[mine][0]) & (x < x[mine][-1])
+        yield x[mine], t[mine], x[others], t[others]
+
+
+def told(name, errors):
+    errors = np.abs(np.asarray(errors))
+    print(f"{name:22} {100 * np.median(errors):8.2f} {100 * np.quantile(errors, 0.9):8.2f} "
+          f"{100 * errors.mean():8.2f} {100 * errors.max():8.1f} {len(errors):7}")
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        curves = [(np.asarray(c.x_bytes), np.asarray(c.time_s))
+                  for c in store.read(sys.argv[1], Costs).curves]
+    else:
+        curves = [(x, t) for *_, x, t in logs()]
+    print(f"{'% off at left-out points':22} {'median':>8} {'p90':>8} {'mean':>8} {'worst':>8} {'points':>7}")
+    alone: dict[str, list[float]] = {name: [] for name in NAMES}
+    chosen, plain, failed = [], [], dict.fromkeys(NAMES, 0)
+    for x, t in curves:
+        for known_x, known_t, left_x, left_t in halves(x, t):
+            curve = fit_curve(dict(zip(known_x, known_t, strict=True)), ABOUT)
+            chosen += (times_of(curve)(left_x) / left_t - 1).tolist()
+            alpha, beta = laws.alpha_beta(known_x, known_t)
+            plain += ((alpha + beta * left_x) / left_t - 1).tolist()
+            for name in NAMES:
+                fitted = laws.fits(1.0, [])[name](known_x, known_t)
+                if fitted is None:
+                    failed[name] += 1
+                    continue
+                times = KnotTimes(name, fitted, known_x, known_t)(left_x)
+                alone[name] += (times / left_t - 1).tolist()
+    told("chosen by the fit", chosen)
+    told("a line, not corrected", plain)
+    for name in NAMES:
+        if alone[name]:
+            told(f"{name}" + f" ({failed[name]} failed)" * bool(failed[name]), alone[name])
+    begin = time.perf_counter()
+    for x, t in curves:
+        fit_curve(dict(zip(x, t, strict=True)), ABOUT)
+    print(f"a fit of every law: {1000 * (time.perf_counter() - begin) / len(curves):.0f} ms a curve")
+    times = times_of(fit_curve(dict(zip(*curves[0], strict=True)), ABOUT))
+    begin = time.perf_counter()
+    for _ in range(20_000):
+        times(12_345.0)
+    print(f"a price alone: {50 * (time.perf_counter() - begin):.1f} us")
+    sizes = np.random.default_rng(0).uniform(*curves[0][0][[0, -1]], 1_000_000)
+    begin = time.perf_counter()
+    times(sizes)
+    print(f"prices at once: {1 / (time.perf_counter() - begin):.1f} M a second")
+
+
+main()
