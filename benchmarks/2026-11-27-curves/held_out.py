@@ -11,7 +11,7 @@ import numpy as np
 from meshwise import store
 from meshwise.fit import laws
 from meshwise.fit.curves import fit_curve
-from meshwise.prices import Prices, times_of
+from meshwise.prices import times_of
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import Costs
 from tests.unit.test_laws import ABOUT, logs
@@ -29,17 +29,22 @@ def halves(x, t):
 
 def told(name, errors):
     errors = np.abs(np.asarray(errors))
-    print(f"{name:22} {100 * np.median(errors):8.2f} {100 * np.quantile(errors, 0.9):8.2f} "
-          f"{100 * errors.mean():8.2f} {100 * errors.max():8.1f} {len(errors):7}")
+    print(
+        f"{name:22} {100 * np.median(errors):8.2f} {100 * np.quantile(errors, 0.9):8.2f} "
+        f"{100 * errors.mean():8.2f} {100 * errors.max():8.1f} {len(errors):7}"
+    )
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        curves = [(np.asarray(c.x_bytes), np.asarray(c.time_s))
-                  for c in store.read(sys.argv[1], Costs).curves]
+        curves = [
+            (np.asarray(c.x_bytes), np.asarray(c.time_s))
+            for c in store.read(sys.argv[1], Costs).curves
+        ]
     else:
         curves = [(x, t) for *_, x, t in logs()]
-    print(f"{'% off at left-out points':22} {'median':>8} {'p90':>8} {'mean':>8} {'worst':>8} {'points':>7}")
+    heads = "".join(f"{head:>9}" for head in ("median", "p90", "mean", "worst"))
+    print(f"{'% off at left-out':22}{heads} {'points':>7}")
     alone: dict[str, list[float]] = {name: [] for name in NAMES}
     chosen, plain, failed = [], [], dict.fromkeys(NAMES, 0)
     for x, t in curves:
@@ -63,7 +68,9 @@ def main() -> None:
     begin = time.perf_counter()
     for x, t in curves:
         fit_curve(dict(zip(x, t, strict=True)), ABOUT)
-    print(f"a fit of every law: {1000 * (time.perf_counter() - begin) / len(curves):.0f} ms a curve")
+    print(
+        f"a fit of every law: {1000 * (time.perf_counter() - begin) / len(curves):.0f} ms a curve"
+    )
     times = times_of(fit_curve(dict(zip(*curves[0], strict=True)), ABOUT))
     begin = time.perf_counter()
     for _ in range(20_000):

@@ -17,6 +17,7 @@ from meshwise.prices import Prices
 from meshwise.prices.key import Category, Key, how, op_key
 from meshwise.spec import (
     Block,
+    Cluster,
     Collective,
     Costs,
     Curve,
@@ -45,7 +46,7 @@ class _Timed(NamedTuple):
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
     """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster. ``law``:
     use this one for every curve that it can be fitted to."""
-    if len({digest(info.cluster) for info, _ in runs}) > 1:
+    if len({_digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
     info = runs[0][0]
     run_ids = tuple(info.run_id for info, _ in runs)
@@ -98,6 +99,11 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     prices = Prices(costs)
     factors = tuple(fit_factor(each.timed, prices, each.about) for each in blocks)
     return msgspec.structs.replace(costs, factors=factors)
+
+
+def _digest(cluster: Cluster) -> str:
+    """Tell clusters apart by what they are, not by what the file or its user called them."""
+    return digest(msgspec.structs.replace(cluster, name="", notes=()))
 
 
 def _has_price(op: object) -> bool:

@@ -53,7 +53,7 @@ def fit_curve(
     law: LawName | None = None,
 ) -> Curve:
     """Fit a curve through ``points`` (bytes -> seconds). ``about``: the fields of its ``Price``.
-    ``few``: sizes with fewer than three timings. ``law``: use this one."""
+    ``few``: sizes with fewer than three timings. ``law``: use this one if it can be fitted."""
     x, t, no_knots = _knots(points, few)
     sheet = Datasheet(cluster) if cluster else None
     like = about["like"]
@@ -66,15 +66,14 @@ def fit_curve(
         for name, fit in fits.items()
         if (parameters := fit(x, t)) is not None and _works(name, parameters, x, t)
     }
-    if law is not None and law not in found:
-        raise ValueError(f"law = {law!r}: cannot be fitted to the {len(x)} sizes of this curve")
-    least, most = _end_range(x, t, sheet.s_per_byte(like) if sheet else 0.0)
+    slope, sheet_error = sheet.s_per_byte(like) if sheet else (0.0, 0.0)
+    end, least, most = _end(x, t, slope, sheet_error)
     return Curve(
-        law=law or _best(found, predicted),
+        law=law if law in found else _best(found, predicted),
         laws=found,
         x_bytes=tuple(x.tolist()),
         time_s=tuple(t.tolist()),
-        end_s_per_byte=float(np.sqrt(least * most)),
+        end_s_per_byte=end,
         end_range_s_per_byte=(least, most),
         beyond=_beyond(x, t),
         no_knots=no_knots,
@@ -91,11 +90,16 @@ def _knots(
     if len(reasons) == len(x):
         reasons = {}  # better a curve of single timings than none
     keep = np.asarray([size not in reasons for size in x])
+    few_odd, before = len(x) // 4, keep.copy()
     while (i := _odd(x[keep], t[keep])) is not None:
         at = np.flatnonzero(keep)[i]
         keep[at] = False
-        others = KnotTimes("cubic", (), x[keep], t[keep])(x[at])
+        end_s_per_byte = t[keep][-1] / x[keep][-1]
+        others = KnotTimes("cubic", (), x[keep], t[keep], end_s_per_byte)(x[at])
         reasons[x[at]] = f"{t[at] / others:.2g} times what the sizes around it say"
+        if (before & ~keep).sum() > few_odd:  # no outliers: all of it is like this
+            keep = before
+            break
     named = tuple(
         NoKnot(x_bytes=size, time_s=time_s, reason=reasons[size])
         for size, time_s in zip(x[~keep].tolist(), t[~keep].tolist(), strict=True)
@@ -111,6 +115,8 @@ def _odd(x: Floats, t: Floats) -> int | None:
     off = _off(x, t)
     limit = max(np.log(ODD), 6 * 1.4826 * np.median(off[1:-1]))
     odd = np.flatnonzero(off > limit)
+    if len(odd):  # a bad end makes the point beside it look odd
+        odd = np.union1d(odd, [0] * (1 in odd) + [len(x) - 1] * (len(x) - 2 in odd)).astype(int)
     left = [_off(np.delete(x, i), np.delete(t, i)).sum() for i in odd]
     return int(odd[np.argmin(left)]) if len(odd) else None
 
@@ -184,12 +190,14 @@ def _proportional(x: Floats, t: Floats) -> float:
     return float(np.log(t[-1] / t[-2]) / np.log(x[-1] / x[-2])) if len(x) > 1 else 0.0
 
 
-def _end_range(x: Floats, t: Floats, sheet_s_per_byte: float) -> tuple[float, float]:
-    """Return the least and the most seconds a byte beyond the last knot."""
+def _end(x: Floats, t: Floats, sheet: float, error: float) -> tuple[float, float, float]:
+    """Return the seconds a byte beyond the last knot, with the least and the most that they may be.
+    ``sheet``: those of the data sheet, 0 if unknown, and their relative ``error``."""
     measured = _slope(x, t)
-    if _proportional(x, t) >= PROPORTIONAL or not sheet_s_per_byte:
-        return measured, measured
-    return sheet_s_per_byte, max(measured, sheet_s_per_byte)
+    if _proportional(x, t) >= PROPORTIONAL or not sheet:
+        return measured, measured, measured
+    steep = max(measured, sheet)
+    return float(np.sqrt(sheet * steep)), sheet / (1 + error), steep * (1 + error)
 
 
 def _beyond(x: Floats, t: Floats) -> HeldOut:

@@ -22,8 +22,8 @@ class PriceOptions(Options):
     "Ranks of a collective or of an FSDP unit."
     stride: Annotated[int, Range(1, 2**20)] = 1
     "Between the ranks of a group: 8 is one rank on each host of eight."
-    in_place: bool | None = None
-    "A collective's; by default as a training step runs it: all-reduces are."
+    in_place: Literal["usual", "yes", "no"] = "usual"
+    "Whether a collective is in place; usually, as in training, all-reduces are."
     splits: Content | None = None
     "Of all_to_all_v: a JSON file with a row for each rank, the bytes that it sends to each."
     shape: str | None = None
@@ -44,5 +44,7 @@ class PriceOptions(Options):
     "By default that of the plans made from these prices."
     regime: Regime | None = None
     "By default as a training step runs it."
+    backend: str = ""
+    "Whose code, as nccl for logs of nccl-tests; by default torch's own choice."
     costs: File = "costs.json"
     "The prices, as calibrate wrote them."

@@ -10,6 +10,7 @@ from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import (
     AnyModel,
     Candidate,
+    Case,
     Cluster,
     Costs,
     Curve,
@@ -18,6 +19,7 @@ from meshwise.spec import (
     WideResNet,
     Workload,
 )
+from meshwise.spec.label import label
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 CONVENTION = "torchtitan"
@@ -103,7 +105,10 @@ def costs(prices: Costs) -> list[Table]:
     """Show every price with its error on points left out of the fit."""
 
     def name(price: Any) -> str:
-        return name_of(price, prices.cluster)
+        try:
+            return name_of(price, prices.cluster)
+        except ValueError:  # as Prices leaves it out
+            return f"{label(Case(op=price.like))}: needs a larger cluster"
 
     curves = listed(
         "Time against bytes",

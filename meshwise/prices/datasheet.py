@@ -200,13 +200,14 @@ class Datasheet:
             return []
         return self._lines(op, *self._hosts(op))
 
-    def s_per_byte(self, op: Sized) -> float:
-        """Return the seconds that a byte more takes in a large message; 0 if no rate is known."""
+    def s_per_byte(self, op: Sized) -> tuple[float, float]:
+        """Return the seconds that a byte more takes in a large message, and their relative error;
+        0 seconds if no rate is known."""
         try:
-            small, large = (self.time_s(_of_bytes(op, 2**power))[0] for power in (40, 41))
+            (small, _), (large, error) = (self.time_s(_of_bytes(op, 2**n)) for n in (40, 41))
         except ValueError:
-            return 0.0
-        return (large - small) / 2**40
+            return 0.0, 0.0
+        return (large - small) / 2**40, error
 
     def _hosts(self, op: Collective) -> tuple[int, int]:
         """Return how many ranks of a group are on each host, and on how many hosts they are."""

@@ -8,13 +8,14 @@
 
 The price of the operation's category (``key``) is evaluated at its coordinates. A measured shape
 returns its measured time. Between points the fitted law holds. Beyond them times rise by the slope
-at the curve's end, with a note and a wider interval, up to 256 times the largest size. If a
+at the curve's end, with a note and a wider interval; collectives up to 256 times the largest. If a
 category was not measured, a near one stands in, with a note and a larger error; it is never called
 measured. Element-wise kinds without a price count as copies of as many bytes. If nothing stands in,
 the data sheet prices the operation if ``Prices`` may use it. Otherwise, or if it has no roofline,
 an error names the command.
 """
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -117,18 +118,24 @@ class Prices:
         self.costs = costs
         self.datasheet = Datasheet(costs.cluster) if datasheet else None
         self.known: dict[Category, Fitted] = {}
+        self._times: dict[int, KnotTimes] = {}
         fitted: list[Fitted] = [*costs.curves, *costs.surfaces, *costs.factors]
         for price in fitted:
             try:
-                self.known[op_key(price.like, how(price), costs.cluster).category] = price
+                key = op_key(price.like, how(price), costs.cluster)
             except ValueError:  # a group too large for this cluster, which has fewer hosts
                 continue
+            if isinstance(price, Curve):
+                try:
+                    self._times[id(price)] = times_of(price)
+                except ValueError as error:
+                    raise ValueError(f"{key.name}: {error}") from None
+            self.known[key.category] = price
         self.notes: dict[str, int] = {}
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
         self._logs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._times: dict[int, KnotTimes] = {}
 
     @property
     def nothing_measured(self) -> bool:
@@ -191,6 +198,15 @@ class Prices:
         note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
         return Estimate(time_s, error, "datasheet", note)
 
+    def _too_far(self, op: Collective, where: str) -> Estimate:
+        """Price a message too far beyond all knots by the data sheet, or raise a ValueError."""
+        where += " the largest measured size"
+        if self.datasheet is not None:
+            with contextlib.suppress(ValueError):
+                time_s, error = self.datasheet.time_s(op)
+                return Estimate(time_s, error, "datasheet", f"{where}: its data sheet's price")
+        raise ValueError(f"{where}, and a price holds for {MOST_BEYOND} x; {MEASURE}")
+
     def _nearest(self, op: Op, category: Category) -> tuple[Category, float] | None:
         """Return the nearest category that may stand in, and the error that this adds."""
         mine, least, found = dict(category), math.inf, category
@@ -232,8 +248,8 @@ class Prices:
         """Evaluate a price: of the operation's ``own`` category, or of one that stands in."""
         if isinstance(price, Curve):
             (x,) = key.coordinates.values()
-            if id(price) not in self._times:
-                self._times[id(price)] = times_of(price)
+            if isinstance(op, Collective) and x > MOST_BEYOND * price.x_bytes[-1]:
+                return self._too_far(op, f"{key.name}: {x / price.x_bytes[-1]:.0f} x beyond")
             return _from_curve(price, self._times[id(price)], key.name, float(x))
         assert isinstance(price, Surface) and isinstance(op, Shaped), price
         dims = tuple(size(op, dim) for dim in price.dims)
@@ -312,22 +328,33 @@ def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate
     if x in curve.x_bytes and curve.law != "sigmoid":
         return Estimate(curve.time_s[curve.x_bytes.index(x)], curve.noise, "measured", note)
     time_s, error = float(times(x)), _untested_as_unknown(curve.held_out)
-    if x <= last:
-        return Estimate(time_s, error, "interpolated" if x > first else "extrapolated", note)
-    if x > MOST_BEYOND * last:
-        raise ValueError(
-            f"{name}: {x / last:.0f} x beyond the largest measured size, and a price holds for "
-            f"{MOST_BEYOND} x; {MEASURE}"
-        )
+    if first < x <= last:
+        return Estimate(time_s, error, "interpolated", note)
+    if x < first:  # at best in proportion to bytes, as the first two knots tell
+        said = f"{name}: {first / x:.1f} x below the smallest measured size"
+        return Estimate(time_s, error + _fall(curve, x), "extrapolated", _with(note, said))
     if x > FAR * last:
-        said = f"{name}: {x / last:.1f} x beyond the largest measured size"
-        note = f"{note}; {said}" if note else said
+        note = _with(note, f"{name}: {x / last:.1f} x beyond the largest measured size")
     # at 16 times the last size the tested error, and half of it in between
     reach = math.log(x / last, 16)
     tested = max(error, _untested_as_unknown(curve.beyond)) * max(reach, 0.0)
     least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
     bounds = max(most / time_s, time_s / least) - 1
     return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)
+
+
+def _fall(curve: Curve, x: float) -> float:
+    """Return the factor, less 1, by which a message below all knots may be faster than the first:
+    times fall on as between the first two knots, to nothing at worst."""
+    sizes, times_s, slope = curve.x_bytes, curve.time_s, 1.0
+    if len(sizes) > 1:
+        slope = math.log(times_s[1] / times_s[0]) / math.log(sizes[1] / sizes[0])
+    fall: float = (sizes[0] / x) ** min(max(slope, 0.0), 1.0)
+    return fall - 1
+
+
+def _with(note: str, more: str) -> str:
+    return f"{note}; {more}" if note else more
 
 
 def _untested_as_unknown(held_out: HeldOut) -> float:

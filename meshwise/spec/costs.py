@@ -97,13 +97,23 @@ class Curve(Price, kw_only=True):
     def check(self) -> None:
         if not self.x_bytes or list(self.x_bytes) != sorted(set(self.x_bytes)):
             self.fail("x_bytes", "must hold sizes, each larger than the one before")
+        if self.x_bytes[0] <= 0:
+            self.fail("x_bytes", "every size must be > 0")
+        least, most = self.end_range_s_per_byte
+        if not least <= self.end_s_per_byte <= most:
+            self.fail("end_s_per_byte", "must be within end_range_s_per_byte")
         _check_times(self, self.x_bytes)
         if self.law not in self.laws:
             self.fail("law", f"must be one of laws: {', '.join(self.laws)}")
         for name, law in self.laws.items():
             count, each = len(law.parameters), _PARAMETERS[name]
-            if count % each if each < 0 else count != each:
+            if (not count or count % each) if each < 0 else count != each:
                 self.fail("laws", f"{name} cannot have {count} parameters")
+            if name == "smooth" and law.parameters[-1] <= 0:
+                self.fail("laws", "the last parameter of smooth must be > 0")
+            starts = law.parameters[2::3] if name == "pieces" else ()
+            if list(starts) != sorted(starts):
+                self.fail("laws", "the regimes of pieces must ascend")
 
 
 class Surface(Price, kw_only=True):

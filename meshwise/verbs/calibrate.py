@@ -38,6 +38,11 @@ def calibrate(
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
     costs = fit.calibrate(loaded, law)
+    others = [name_of(curve, costs.cluster) for curve in costs.curves if curve.law != law]
+    if law is not None and others:
+        if len(others) == len(costs.curves):
+            raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
+        log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others))
     for curve in costs.curves:
         if curve.noisy:
             busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"

@@ -17,6 +17,7 @@ from meshwise.launcher import Job
 from meshwise.options import described
 from meshwise.options.measure import KINDS, CollectivesOptions, GemmOptions, MeasureOptions
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
+from meshwise.spec.record import NonNegative
 from meshwise.units import some_seconds
 from meshwise.verbs import files, world
 from meshwise.verbs.detect import look, write
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("meshwise")
 
+Splits = tuple[tuple[NonNegative, ...], ...]
 DEFAULT_CLUSTER = "cluster.toml"
 QUICK_S = 65.0  # seconds of measuring; starting ranks and the last case take the rest of 90 s
 MOST_HUNG = 3  # hung cases in a row; then the machine is at fault, not a case
@@ -152,7 +154,7 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
         "configs": primus.read_models,
         "shapes": primus.read_attention_shapes,
         "plan": lambda path: files.take(path, Plan),
-        "splits": read_splits,
+        "splits": splits_of,
         "ranks": _read_ranks,
     }
     if asked.model and asked.what == "health":
@@ -177,7 +179,7 @@ def _converted(name: str, value: Any) -> Any:
 
     kinds = {
         "configs": dict[str, tuple[Any, int]], "shapes": list[Any], "plan": Plan,
-        "splits": tuple[tuple[int, ...], ...], "ranks": tuple[int, ...],
+        "splits": Splits, "ranks": tuple[int, ...],
     }  # fmt: skip
     try:
         return convert((value,) if name == "ranks" and type(value) is int else value, kinds[name])
@@ -203,11 +205,13 @@ def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
-    found = store.read(path, tuple[tuple[int, ...], ...])
-    if not found:
-        raise ValueError(f"{path}: the list is empty; give a list of bytes for each rank")
-    return found
+def splits_of(given: Any) -> Splits:
+    """Return the bytes from each rank to each other: of a file, or as Python gives them."""
+    found = store.read(given, Splits) if isinstance(given, str | Path) else given
+    converted: Splits = _converted("splits", found)
+    if not converted:
+        raise ValueError(f"splits = {given}: the list is empty; give the bytes of each rank")
+    return converted
 
 
 def _read_ranks(text: str) -> tuple[int, ...]:

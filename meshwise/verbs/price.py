@@ -1,15 +1,16 @@
 """show price: what an operation costs, how sure that is, and what it rests on."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from meshwise import models
-from meshwise.models import catalogue
+from meshwise.models import catalogue, placement
 from meshwise.models.decoder import weights
 from meshwise.options import keywords
 from meshwise.options.price import PriceOptions
-from meshwise.prices import Prices, in_step, op_key
+from meshwise.prices import Estimate, Prices, in_step, op_key
 from meshwise.spec import (
     Attention,
     Block,
@@ -19,6 +20,7 @@ from meshwise.spec import (
     Elementwise,
     Factor,
     Gemm,
+    HeldOut,
     Layout,
     Op,
     PriceTier,
@@ -33,7 +35,17 @@ from meshwise.units import format_bytes, parse_bytes
 from meshwise.verbs import files, measure
 
 COLLECTIVES, MEMORY_BOUND = get_args(CollectiveKind), get_args(ElementwiseKind)
-KINDS = (*COLLECTIVES, *MEMORY_BOUND, "gemm", "attention", "layer", "unit")
+_MODEL = ("model", "tp", "dtype")
+_RUN = ("regime", "backend")
+USES = {
+    **dict.fromkeys(COLLECTIVES, ("size", "group", "stride", "in_place", "dtype", *_RUN)),
+    "all_to_all_v": ("splits", "dtype", *_RUN),
+    **dict.fromkeys(MEMORY_BOUND, ("size", "direction", *_RUN)),
+    "gemm": ("size", "shape", "trans", "dtype", *_RUN),
+    "attention": ("size", "shape", "direction", "dtype", *_RUN),
+    "layer": (*_MODEL, "microbatch_size", "seq_len", "direction"),
+    "unit": (*_MODEL, "group", "stride", *_RUN),
+}  # fmt: skip
 
 
 class Priced(Record, kw_only=True):
@@ -61,13 +73,16 @@ def price(asked: PriceOptions) -> list[Priced]:
 
 def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
     what = asked.what.replace("-", "_")
-    if what not in KINDS:
-        raise ValueError(f"what = {asked.what!r}: must be one of {', '.join(KINDS)}")
+    if what not in USES:
+        raise ValueError(f"what = {asked.what!r}: must be one of {', '.join(USES)}")
+    if odd := asked.said().keys() - {"what", "costs", *USES[what]}:
+        raise ValueError(f"{min(odd)}: the price of {what} does not depend on it; leave it out")
     if what in COLLECTIVES:
         return [_collective(what, asked, dtype)]
     if what in MEMORY_BOUND:
         half = _bytes(asked) // 2
-        return [Elementwise(kind=what, read_bytes=half, write_bytes=_bytes(asked) - half)]  # type: ignore[arg-type]
+        parts = {"read_bytes": half, "write_bytes": _bytes(asked) - half}
+        return [Elementwise(kind=what, direction=asked.direction, **parts)]  # type: ignore[arg-type]
     if what == "gemm":
         m, n, k = _extents(asked, "M,N,K")
         trans: dict[str, Any] = {"trans_a": asked.trans[0] == "t", "trans_b": asked.trans[1] == "t"}
@@ -88,22 +103,26 @@ def _bytes(asked: PriceOptions) -> int:
 
 def _extents(asked: PriceOptions, names: str) -> list[int]:
     """Parse the shape, as many whole numbers as there are ``names``."""
+    if asked.shape and asked.size:
+        raise ValueError(f"shape = {asked.shape!r}: {asked.size} says it already; give one of them")
     words = (asked.shape or asked.size or "").split(",")
-    if len(words) != names.count(",") + 1 or not all(word.strip().isdigit() for word in words):
+    if len(words) != names.count(",") + 1 or not all(re.fullmatch("[0-9]+", w) for w in words):
         raise ValueError(f"shape = {asked.shape or asked.size!r}: must be {names}, whole numbers")
     return list(map(int, words))
 
 
 def _collective(kind: str, asked: PriceOptions, dtype: Dtype) -> Collective:
-    in_place = kind == "all_reduce" if asked.in_place is None else asked.in_place
+    usual = "yes" if kind == "all_reduce" else "no"
+    in_place = (usual if asked.in_place == "usual" else asked.in_place) == "yes"
     how: dict[str, Any] = {"kind": kind, "dtype": dtype, "in_place": in_place}
     if kind != "all_to_all_v":
         group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
         return Collective(size_bytes=_bytes(asked), **group, **how)
     if asked.splits is None:
         raise ValueError("splits: all_to_all_v needs them: --splits FILE, the bytes of each pair")
-    file = isinstance(asked.splits, str)
-    splits = measure.read_splits(asked.splits) if file else tuple(map(tuple, asked.splits))
+    splits = measure.splits_of(asked.splits)
+    if any(len(row) != len(splits) for row in splits):
+        raise ValueError(f"splits: must be {len(splits)} rows of {len(splits)} byte counts")
     sums = [*map(sum, splits), *map(sum, zip(*splits, strict=True))]
     return Collective(size_bytes=max(sums), splits=splits, group_size=len(splits), **how)
 
@@ -118,6 +137,8 @@ def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
     model = _model(asked)
     seq_len = asked.seq_len or (1 if isinstance(model, WideResNet) else model.max_seq_len)
     layout = Layout(tp=asked.tp, microbatch_size=asked.microbatch_size)
+    if reason := placement.obstacle(model, seq_len, layout):
+        raise ValueError(reason)
     blocks = models.blocks_of(model, seq_len, layout, dtype)
     return [
         block for ((part, _), way), block in blocks.items()
@@ -127,7 +148,10 @@ def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
 
 def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
     """Return the gather of a layer's parameters, and the scatter of their gradients."""
-    first = [weight for weight in weights(_model(asked)) if weight.unit == "layers.0"]
+    model = _model(asked)
+    if reason := placement.obstacle(model, 1, Layout(tp=asked.tp)):
+        raise ValueError(reason)
+    first = [weight for weight in weights(model) if weight.unit == "layers.0"]
     elements = sum(weight.num_elements for weight in first) // asked.tp
     elements -= elements % asked.group
     group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
@@ -144,19 +168,21 @@ def _priced(op: Op, prices: Prices, asked: PriceOptions) -> Priced:
     """Price an operation alone, or a layer as the sum of its operations times its factor."""
     prices.begin()
     costs = prices.costs
-    run = in_step(op, costs.cluster, costs.lowering)
+    run = in_step(op, costs.cluster, costs.lowering)._replace(backend=asked.backend)
     if asked.regime is not None:
         run = run._replace(regime=asked.regime)
     key = op_key(op, run, costs.cluster)
     if isinstance(op, Block):
         device = models.device_of(costs.cluster, costs.lowering)
-        parts = [prices.estimate(one) for one in models.block_ops(op, device)]
+        ops = models.block_ops(op, device)
+        parts = [prices.estimate(one) for one in ops]
         factor, held_out = prices.factor(op)
         time_s = factor * sum(part.time_s for part in parts)
-        sure = math.hypot(*(part.time_s * part.error for part in parts)) * factor / time_s
-        error = held_out.p90 if held_out and held_out.num_points else sure
+        error = held_out.p90 if held_out and held_out.num_points else 0.0
+        if not error:
+            error = _error_of_sum(ops, parts, held_out)
         rests_on = f"{len(parts)} operations"
-        if held_out is not None:
+        if key.category in prices.known:
             rests_on += f" x {factor:.3f}, measured over added up"
         tier = prices.tier
     else:
@@ -167,12 +193,21 @@ def _priced(op: Op, prices: Prices, asked: PriceOptions) -> Priced:
         op=op,
         name=key.name,
         time_s=time_s,
-        low_s=time_s * max(0.0, 1 - error),
+        low_s=time_s / (1 + error),
         high_s=time_s * (1 + error),
         tier=tier,
         rests_on=rests_on,
         notes=tuple(prices.notes),
     )
+
+
+def _error_of_sum(ops: Sequence[Op], parts: Sequence[Estimate], factor: HeldOut | None) -> float:
+    """Return the relative error of a sum, as of a plan (``search.stage``): operations of one type
+    are off together, those of different types each by itself."""
+    more, by_type = factor.p90 if factor else 0.0, dict[type, float]()
+    for op, part in zip(ops, parts, strict=True):
+        by_type[type(op)] = by_type.get(type(op), 0.0) + part.time_s * (part.error + more)
+    return math.hypot(*by_type.values()) / sum(part.time_s for part in parts)
 
 
 def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -> str:

@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,10 +13,11 @@ from scipy.interpolate import PchipInterpolator
 
 from meshwise.fit import laws
 from meshwise.fit.curves import fit_curve
-from meshwise.prices import times_of
+from meshwise.prices import Prices, times_of, unmeasured
 from meshwise.prices.laws import KnotTimes, cubic, law_s, sigmoid_s, slopes
 from meshwise.probe import importers
-from meshwise.spec import Elementwise
+from meshwise.spec import Cluster, Collective, Elementwise
+from meshwise.verbs import files
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SOURCE = DATA / "source_model"
@@ -183,3 +185,37 @@ def test_points_of_fewer_than_three_timings_are_no_knots():
     curve = fit_curve(points, ABOUT, few=[2**7])
     assert [(one.x_bytes, one.reason) for one in curve.no_knots] == [(128, "fewer than 3 timings")]
     assert not fit_curve(points, ABOUT, few=list(points)).no_knots  # better than no curve
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+@pytest.mark.parametrize("at", [0, 1, 10, 11])
+def test_an_odd_point_at_an_end_does_not_cast_out_its_neighbour(factor, at):
+    x = 2.0 ** np.arange(10, 34, 2)
+    points = dict(zip(x, 20e-6 + 4e-12 * x, strict=True))
+    points[x[at]] *= factor
+    assert [each.x_bytes for each in fit_curve(points, ABOUT).no_knots] == [x[at]]
+
+
+def test_times_that_fall_throughout_are_no_outliers():
+    x = 2.0 ** np.arange(10, 34, 2)
+    points = dict(zip(x, (20e-6 + 4e-12 * x)[::-1], strict=True))
+    assert not fit_curve(points, ABOUT).no_knots
+
+
+def test_latency_alone_leaves_a_wide_interval_beyond():
+    op = Collective(kind="all_gather", size_bytes=1, group_size=4)
+    cluster = files.take("h100-hgx", Cluster)
+    points = dict.fromkeys((2.0 ** np.arange(10, 34, 2)).tolist(), 20e-6)
+    curve = fit_curve(points, {"like": op, "runs": ()}, cluster)
+    least, most = curve.end_range_s_per_byte
+    assert 0 < least < 0.8 * curve.end_s_per_byte < 1.3 * curve.end_s_per_byte < most
+
+
+def test_below_the_first_knot_the_interval_reaches_to_what_the_slope_allows():
+    op = Elementwise(kind="copy", read_bytes=1, write_bytes=0)
+    points = {2.0**i: 20e-6 + 4e-12 * 2.0**i for i in range(26, 33)}
+    costs = unmeasured(files.take("h100-hgx", Cluster))
+    curve = fit_curve(points, {"like": op, "regime": "cold", "runs": ()})
+    found = Prices(msgspec.structs.replace(costs, curves=(curve,))).estimate(op)
+    assert found.source == "extrapolated" and "below the smallest" in found.note
+    assert found.time_s / (1 + found.error) < 20e-6 < found.time_s

@@ -302,7 +302,9 @@ def test_layouts_that_all_fit_and_layouts_that_are_the_same():
 
 
 def test_prices_that_were_not_measured_are_not_numbers():
-    curve = msgspec.structs.replace(known.COSTS.curves[0], law="lines", end_s_per_byte=0.0)
+    curve = msgspec.structs.replace(
+        known.COSTS.curves[0], law="lines", end_s_per_byte=0.0, end_range_s_per_byte=(0.0, 0.0)
+    )
     bare = msgspec.structs.replace(known.COSTS, factors=(), curves=(curve,))
     curves, _, blocks = tables.costs(bare)
     assert curves.rows[0][5] == "–"

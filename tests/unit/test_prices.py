@@ -261,7 +261,7 @@ def test_a_run_without_copies_prices_what_it_measured():
 
 
 def test_runs_of_two_clusters_are_not_mixed():
-    other = msgspec.structs.replace(INFO, cluster=msgspec.structs.replace(CLUSTER, name="b"))
+    other = msgspec.structs.replace(INFO, cluster=msgspec.structs.replace(CLUSTER, host_cores=7))
     with pytest.raises(ValueError, match="different clusters"):
         calibrate([(INFO, []), (other, [])])
 

@@ -319,7 +319,7 @@ def test_a_dry_run_says_by_which_way_and_what_is_skipped(machine, capsys):
         ("--num_heads 5 --dry-run", "must be a multiple of num_heads"),
         ("--seq_lengths 0 --dry-run", "error: --seq-lengths = (0,): give whole numbers"),
         ("--kv-heads 5 --dry-run", "error: --kv-heads = 5: must divide heads = 12"),
-        ("--ring_sizes --dry-run", "ring_sizes"),
+        ("--ring_sizes --dry-run", "error: --ring-sizes: no value is given"),
         ("2 --verify --ring_sizes 3 4", "error: --ring-sizes = (3, 4): nothing to check, a ring"),
         ("--seq_lengths many", "many"),
         ("--seq_lengths=64,,96", "a place in the list is empty"),

@@ -69,6 +69,11 @@ def test_each_kind_of_work(capsys):
         ("gemm 4096,4096", "error: shape = '4096,4096': must be M,N,K, whole numbers"),
         ("layer", "error: model: layer needs one, as gpt-2.6b"),
         ("all_to_all_v", "error: splits: all_to_all_v needs them: --splits FILE"),
+        ("gemm ²,1,1", "error: shape = '²,1,1': must be M,N,K, whole numbers"),
+        ("layer --model gpt-2.6b --tp 3", "error: --tp = 3: must divide"),
+        ("unit --model gpt-2.6b --tp 3", "error: --tp = 3: must divide"),
+        ("copy 1MiB --dtype fp8", "error: --dtype: the price of copy does not depend on it"),
+        ("layer --model gpt-2.6b --regime graph", "error: --regime: the price of layer does not"),
     ],
 )
 def test_what_is_missing_is_named(words, message, capsys):
@@ -86,3 +91,40 @@ def test_an_uneven_all_to_all_costs_what_its_busiest_rank_does(capsys):
     splits = [[0, 2**20], [2**10, 0]]
     (found,) = verb.price(what="all_to_all_v", splits=splits)
     assert found.op.size_bytes == 2**20 and found.op.group_size == 2
+
+
+@pytest.mark.parametrize(
+    "splits", [[[0, -1], [1, 0]], [[0, 1.5], [1, 0]], [], 5, [[0, 1, 2], [1, 0]]]
+)
+def test_splits_that_are_none_are_refused_by_name(splits):
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    with pytest.raises(ValueError, match=r"^splits"):
+        verb.price(what="all_to_all_v", splits=splits)
+
+
+def test_a_log_s_own_price_is_exact(capsys):
+    """Of every row, in the way that it was timed."""
+    from meshwise.verbs.imports import import_files
+
+    (run_dir,) = import_files(LOGS / "nccl_allreduce.log", cluster="dgx-a100-80gb", runs="runs")
+    costs = meshwise.calibrate(run_dir)
+    words = "all_reduce 64MiB --group 8 --dtype fp32 --regime pipelined --backend nccl"
+    (found,) = json.loads(shown(f"{words} --json", capsys)[1].out)
+    assert found["tier"] == "measured" and found["time_s"] in costs.curves[1].time_s
+    (out,) = json.loads(shown(f"{words} --in-place no --json", capsys)[1].out)
+    assert out["time_s"] in costs.curves[0].time_s
+
+
+def test_a_layer_of_which_nothing_was_measured_has_a_wide_interval(capsys):
+    """58 convolutions by one data sheet are off together."""
+    from meshwise import store
+    from meshwise.prices import unmeasured
+    from meshwise.spec import Cluster
+    from meshwise.verbs import files
+
+    store.write("costs.json", unmeasured(files.take("h100-hgx", Cluster)))
+    (found, *_) = verb.price(what="layer", model="wresnet-1b")
+    assert found.high_s > 1.2 * found.time_s and found.low_s < found.time_s / 1.2
+    assert "measured" not in found.rests_on

@@ -152,6 +152,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "time_s": (0.5, 0.25),
         "law": "lines",
         "laws": {"lines": Law(held_out=f["beyond"])},
+        "end_range_s_per_byte": (f["end_s_per_byte"], f["end_s_per_byte"]),
     },
     Surface: lambda f: {
         "like": Gemm(m=1, n=2, k=3),

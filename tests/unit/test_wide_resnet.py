@@ -124,5 +124,7 @@ def test_impossible_sizes_are_refused_by_name(wrong, said):
 
 
 def test_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"'wresnet-3b' is not in the catalogue.*; did you mean w"):
+    with pytest.raises(
+        ValueError, match=r"'wresnet-3b' is neither in the catalogue.*; did you mean w"
+    ):
         catalogue.find_any("wresnet-3b")
