@@ -19,7 +19,7 @@ ROOMS = {
     "options": 970,
     "pages": 5_630,
     "parallel": 3_184,
-    "prices": 1_064,
+    "prices": 1_063,
     "probe": 6_322,
     "reshard": 5_094,
     "search": 2_520,

@@ -160,7 +160,7 @@ def price(found: Sequence[Any]) -> Table:
         ("to", "high_s", format_seconds),
         ("tier", "tier"),
         ("rests on", "rests_on"),
-        legend=("from, to: 9 of 10 points left out of the fit are within.",
+        legend=("from, to: time / and x (1 + error); of a fitted price 9 of 10 points are within.",
                 *(note for one in found for note in one.notes)),
         left=2,
     )  # fmt: skip

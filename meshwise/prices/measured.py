@@ -335,9 +335,8 @@ def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate
         return Estimate(time_s, error + _fall(curve, x), "extrapolated", _with(note, said))
     if x > FAR * last:
         note = _with(note, f"{name}: {x / last:.1f} x beyond the largest measured size")
-    # at 16 times the last size the tested error, and half of it in between
-    reach = math.log(x / last, 16)
-    tested = max(error, _untested_as_unknown(curve.beyond)) * max(reach, 0.0)
+    # errors beyond were tested at about 16 times the last size; nearer, less of them counts
+    tested = max(error, _untested_as_unknown(curve.beyond)) * math.log(x / last, 16)
     least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
     bounds = max(most / time_s, time_s / least) - 1
     return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)

@@ -49,8 +49,8 @@ USES = {
 
 
 class Priced(Record, kw_only=True):
-    """A price with its interval, in which 9 of 10 left-out points are. ``rests_on``: the law and
-    the points, or the neighbours, that it comes from."""
+    """A price with its interval: time / (1 + error) to time x (1 + error). ``rests_on``: the law
+    and the points, or the neighbours, that it comes from."""
 
     op: Op
     name: str

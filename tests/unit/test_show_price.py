@@ -105,7 +105,7 @@ def test_splits_that_are_none_are_refused_by_name(splits):
 
 
 def test_a_log_s_own_price_is_exact(capsys):
-    """Of every row, in the way that it was timed."""
+    """A row costs what the log says, if it is asked for as it was timed."""
     from meshwise.verbs.imports import import_files
 
     (run_dir,) = import_files(LOGS / "nccl_allreduce.log", cluster="dgx-a100-80gb", runs="runs")
@@ -118,7 +118,7 @@ def test_a_log_s_own_price_is_exact(capsys):
 
 
 def test_a_layer_of_which_nothing_was_measured_has_a_wide_interval(capsys):
-    """58 convolutions by one data sheet are off together."""
+    """Operations of one data sheet are off together: a root of squares over all would say 6 %."""
     from meshwise import store
     from meshwise.prices import unmeasured
     from meshwise.spec import Cluster

@@ -7,7 +7,7 @@ from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
 from meshwise.units import parse_bytes
 
 TABLES = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
-VECTOR_BYTES = 16  # parts of odd sizes took 1.65 times as long (all_gather, 2 H100, 2 GiB)
+VECTOR_BYTES = 16  # parts of odd sizes take up to 2.3 times as long (benchmarks/2026-11-27-curves)
 MOST_RANKS = 2048  # their matrix of splits has 4 million elements
 _LARGEST = 2**50
 _MOST = 1000  # most sizes in a range
