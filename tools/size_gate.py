@@ -20,7 +20,7 @@ ROOMS = {
     "pages": 5_630,
     "parallel": 3_184,
     "prices": 1_063,
-    "probe": 6_322,
+    "probe": 6_328,
     "reshard": 5_094,
     "search": 2_520,
     "spec": 2_965,
