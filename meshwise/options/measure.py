@@ -127,7 +127,7 @@ class CollectivesOptions(MeasureOptions):
     tables: str | None = None
     (
         "An all_to_all_v of embeddings: BATCH,T0-T1-...,DIM with the batch of all ranks and the "
-        "tables of each."
+        "tables of each; several with blanks between."
     )
     groups: int = 1
     "So many groups of equal size at once."

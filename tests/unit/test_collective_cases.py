@@ -172,6 +172,10 @@ class TestUneven:
         assert op.size_bytes == 4 * 5 * share == 2621440  # what rank 3 sends, itself included
         assert op.bytes == 3 * 5 * share == 1966080  # rank 0 receives less: 11 tables' rows
 
+    def test_several_tables_are_as_many_exchanges(self):
+        first, second = "2048,2-3-3-5,64", "256,1-1-1-2,32"
+        assert ops(tables=f"{first}\n {second}") == [*ops(tables=first), *ops(tables=second)]
+
     @pytest.mark.parametrize(
         ("tables", "most_moved", "consistent"),
         # the largest message, and n/(n-1) of it: the size that an even exchange would have

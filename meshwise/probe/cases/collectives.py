@@ -118,13 +118,11 @@ def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:
 def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
     """List the operations asked for, for every size."""
     group = _group(scope.world_size, asked.groups, asked.ranks or ())
-    if asked.splits or asked.tables is not None:
-        sent = tuple(map(tuple, asked.splits or ())) or embedding_splits(
-            asked.tables or "", "tables"
-        )
-        if asked.tables and len(sent) != group.size:
-            raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
-        return [uneven(sent, group.size, scope.dtype, group.ranks)]
+    if asked.splits:
+        return [uneven(tuple(map(tuple, asked.splits)), group.size, scope.dtype, group.ranks)]
+    if asked.tables is not None:
+        each = asked.tables.split() or [""]
+        return [_looked_up(text, group, scope.dtype) for text in each]
     if asked.pairs:
         return _pairs(scope, asked.ranks or tuple(range(scope.world_size)), asked.sizes)
     if asked.plan is not None:
@@ -142,6 +140,14 @@ def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
     kinds, sizes = _kinds(asked), parse_sizes(text)
     ops = [_sized(kind, size, group, scope.dtype) for size in sizes for kind in kinds]
     return [op for op in ops if op.size_bytes]
+
+
+def _looked_up(tables: str, group: Group, dtype: Dtype) -> Collective:
+    """Return the exchange of embeddings that ``tables`` says."""
+    sent = embedding_splits(tables, "tables")
+    if len(sent) != group.size:
+        raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
+    return uneven(sent, group.size, dtype, group.ranks)
 
 
 def _exchanged(
