@@ -121,7 +121,7 @@ def _collective(kind: str, asked: PriceOptions, dtype: Dtype) -> Collective:
         group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
         return Collective(size_bytes=_bytes(asked), **group, **how)
     if (asked.splits is None) == (asked.tables is None):
-        raise ValueError("splits: all_to_all_v needs them: --splits FILE, or --tables TEXT")
+        raise ValueError("splits: all_to_all_v needs them: --splits FILE, or --tables, not both")
     splits = (
         measure.splits_of(asked.splits)
         if asked.tables is None
