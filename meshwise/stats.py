@@ -15,12 +15,17 @@ ratio's logarithm is that error times t with m - 1 degrees of freedom, at least 
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 FEWEST = 6  # values that a 95 % interval of a median needs
 TOLERANCE = 0.01
+GMAE_FLOOR = 4e-4  # half a unit of the third decimal that PARAM prints
+ERROR_EDGES = (
+    0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0
+)  # fmt: skip
 _RESAMPLES = 1000
 
 Verdict = Literal["same", "faster", "slower", "unclear"]
@@ -127,3 +132,23 @@ def _variance(values: np.ndarray, rho: float) -> float:
 def geometric_mean(values: Sequence[float]) -> float:
     """Return exp(mean(log)), the right average of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def gmae(errors: Sequence[float] | np.ndarray) -> float:
+    """Return ml_perf_model's geometric mean of absolute relative errors: exp(mean(log(|e| +
+    4e-4))). The 4e-4 keeps an error of 0 from making the mean 0, and is in the result."""
+    if not len(errors):
+        raise ValueError("GMAE of no errors; predict at least one")
+    return float(np.exp(np.log(np.abs(errors) + GMAE_FLOOR).mean()))
+
+
+def histogram(
+    errors: Sequence[float] | np.ndarray, edges: Sequence[float] = ERROR_EDGES
+) -> dict[tuple[float, float], float]:
+    """Return the share of absolute errors in each half-open bin [low, high). Errors beyond the last
+    edge are in none, so that shares then add up to less than 1."""
+    sizes, count = np.abs(errors), max(len(errors), 1)
+    return {
+        (low, high): int(((sizes >= low) & (sizes < high)).sum()) / count
+        for low, high in pairwise(edges)
+    }

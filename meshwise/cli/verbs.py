@@ -120,11 +120,14 @@ def report(
     out: str = "report.html",
     scaling: Annotated[str | None, Parameter(name=("--scaling", "--results-dir"))] = None,
     output_dir: str | None = None,
+    bandwidth: str | None = None,
+    law: LawName | None = None,
     json: Json = False,
 ) -> int:
     """Write one self-contained page of what was measured, priced, planned and run.
 
-    With --scaling instead: how ring attention scales, as pictures, a text and a page.
+    With --scaling instead: how ring attention scales, as pictures, a text and a page. With
+    --bandwidth: collectives of the named runs, their fits, and uneven all-to-alls predicted.
 
     Parameters
     ----------
@@ -141,7 +144,17 @@ def report(
         The folder of a scaling benchmark, `measure ring`'s --output_dir.
     output_dir
         With --scaling: where to write; by default the same folder.
+    bandwidth
+        A folder for latency_bw.png, fits.png, a2a.png and a2a.pdf of the named runs.
+    law
+        With --bandwidth: use this law for every curve, as ml_perf_model sigmoid.
     """
+    if law is not None and bandwidth is None:
+        raise ValueError(f"law = {law!r}: only --bandwidth fits anything; see calibrate --law")
+    if bandwidth is not None:
+        if scaling is not None:
+            raise ValueError("scaling and bandwidth: only one of them can be; leave the other out")
+        return _bandwidth(run, bandwidth, law, json)
     if scaling is not None:
         return _scaling(scaling, output_dir, json)
     if output_dir is not None:
@@ -156,6 +169,23 @@ def report(
     emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
     if not json:
         say(str(path))
+    return DONE
+
+
+def _bandwidth(run: tuple[str, ...], folder: str, law: LawName | None, json: bool) -> int:
+    from meshwise.pages.bandwidth import tables
+    from meshwise.verbs.report import bandwidth
+
+    found = bandwidth(*run, output_dir=folder, law=law)
+    paths = list(map(str, found.paths))
+    rules = [
+        {"name": one.name, "rule": one.rule, "gmae": one.gmae, "mean": one.mean, "std": one.std}
+        for one in found.judged
+    ]
+    emit({"paths": paths, "curves": found.costs.curves, "rules": rules},
+         tables(found.costs, found.judged), json)  # fmt: skip
+    if not json:
+        say(*paths)
     return DONE
 
 

@@ -107,7 +107,7 @@ def _digest(cluster: Cluster) -> str:
 
 
 def _has_price(op: object) -> bool:
-    nothing_moves = isinstance(op, Collective) and (op.group_size == 1 or op.size_bytes == 0)
+    nothing_moves = isinstance(op, Collective) and op.bytes == 0
     return isinstance(op, Shaped | Sized | Block) and not nothing_moves
 
 

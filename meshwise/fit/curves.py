@@ -21,6 +21,7 @@ import numpy as np
 from meshwise.fit import laws
 from meshwise.prices import Datasheet
 from meshwise.prices.laws import Floats, KnotTimes, cubic, slopes
+from meshwise.prices.uneven import bus_factor
 from meshwise.spec import Cluster, Collective, Curve, HeldOut
 from meshwise.spec.costs import Law, LawName, NoKnot
 
@@ -57,7 +58,7 @@ def fit_curve(
     x, t, no_knots = _knots(points, few)
     sheet = Datasheet(cluster) if cluster else None
     like = about["like"]
-    bus = like.bus_factor if isinstance(like, Collective) else 1.0
+    bus = bus_factor(like) if isinstance(like, Collective) else 1.0
     lines = sheet.lines(like) if sheet and isinstance(like, Collective) else []
     fits = laws.fits(bus, lines)
     predicted = _left_out(x, t, fits)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwise.options import Content, File, Options, Range, SomeModel
+from meshwise.spec.costs import SizeRule
 from meshwise.spec.op import Dtype, Regime
 
 _WHAT = (
@@ -26,6 +27,10 @@ class PriceOptions(Options):
     "Whether a collective is in place; usually, as in training, all-reduces are."
     splits: Content | None = None
     "Of all_to_all_v: a JSON file with a row for each rank, the bytes that it sends to each."
+    tables: str | None = None
+    "Of all_to_all_v instead: embedding tables as BATCH,T0-T1-...,DIM."
+    rule: SizeRule = "busiest"
+    "Of all_to_all_v: which even exchange it is priced as, by the busiest rank or as ml_perf_model."
     shape: str | None = None
     "Of a product M,N,K; of attention BATCH,TOKENS,HEADS,HEAD_DIM."
     trans: Literal["nn", "nt", "tn"] = "nt"

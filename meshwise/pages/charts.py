@@ -32,13 +32,20 @@ class PlotLine(NamedTuple):
 
 def curves(caption: str, found: Sequence[PlotLine], unit: str, **labels: str) -> svg.Figure:
     """Draw lines over sizes in bytes on log axes. ``unit``: ``s``, or the unit of a rate."""
+    return svg.draw(caption, lines(found, unit, (), **labels))
+
+
+def lines(found: Sequence[PlotLine], unit: str, marks: Sequence[float], **labels: str) -> svg.Paint:
+    """Return what paints ``curves``. ``marks``: sizes with a green dashed line."""
 
     def paint(axes: "Axes") -> None:
         for one in found:
             look: Any = {"color": one.colour, "markersize": one.size, "label": one.name or None}
             axes.plot(one.x, one.y, one.look, **look)
+        for x in marks:
+            axes.axvline(x, color="green", linestyle="--", linewidth=1)
         axes.set(xscale="log", yscale="log", **{"xlabel": "size"} | labels)
-        svg.byte_ticks(axes.xaxis, *_ends(x for one in found for x in one.x))
+        svg.byte_ticks(axes.xaxis, *_ends([*marks, *(x for one in found for x in one.x)]))
         low, high = _widened(y for one in found for y in one.y)
         if unit == "s":
             low, high = low / 1.5, high * 1.5
@@ -49,7 +56,7 @@ def curves(caption: str, found: Sequence[PlotLine], unit: str, **labels: str) ->
             svg.rate_ticks(axes.yaxis, low, high, unit)
         axes.legend(loc="upper left" if unit == "s" else "lower right")
 
-    return svg.draw(caption, paint)
+    return paint
 
 
 def _ends(values: Iterable[float]) -> Point:

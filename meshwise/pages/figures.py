@@ -11,6 +11,7 @@ from meshwise.pages.charts import PlotLine
 from meshwise.pages.steps import MeasuredQuantity, StepResult
 from meshwise.pages.table import grouped
 from meshwise.prices import name_of, shape_op, times_of
+from meshwise.prices.uneven import bus_factor
 from meshwise.spec import Collective, Convolution, Costs, Curve, Elementwise, Gemm, Part, Plan
 from meshwise.units import format_bytes, format_seconds
 
@@ -173,7 +174,7 @@ def _rates(costs: Costs, curve: Curve, index: int) -> list[PlotLine]:
     x, times_s = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
     fine = np.geomspace(x[0], x[-1], 60)
     fitted = fine / times_of(curve)(fine)
-    factor = like.bus_factor if isinstance(like, Collective) else 1.0
+    factor = bus_factor(like) if isinstance(like, Collective) else 1.0
     lines = [PlotLine("", list(x), list(factor * x / times_s), colour, "o")]
     if isinstance(like, Collective):
         name = name.removeprefix(f"{like.kind} ")

@@ -261,7 +261,7 @@ def png(name: str, found: Scaling) -> bytes:
     tall = 1.4 + 0.42 * len(found.lengths) if name.startswith("performance") else 0
     width, height = 5.4 * columns, max(3.7, tall) * (len(panels) // columns) + 0.8
     title = f"{TITLE}\n{textwrap.fill(subtitle(found), round(13 * width))}"
-    return svg.png(title, panels, columns=columns, width=width, height=height)
+    return svg.picture(title, panels, columns=columns, width=width, height=height)
 
 
 def figure(panel: Panel, found: Scaling) -> svg.Figure:

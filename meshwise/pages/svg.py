@@ -1,4 +1,4 @@
-"""Draw a figure. In: functions that paint axes. Out: an inline SVG element or a PNG file.
+"""Draw a figure. In: functions that paint axes. Out: an inline SVG element, a PNG or a PDF file.
 
 An SVG has no script, no fonts and no addresses, and its text stays text. CSS variables of the page
 replace its colours, so one figure suits light and dark pages.
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwise.files import write_whole
 from meshwise.text import plain
@@ -71,9 +71,17 @@ def draw(caption: str, *paints: Paint, width: float = 4.4, height: float = 3.2) 
     return Figure(_inline(svg, caption), caption, wide=width > 6)
 
 
-def png(title: str, paints: Sequence[Paint], *, columns: int, width: float, height: float) -> bytes:
-    """Paint sets of axes in rows of ``columns``, under a title, as a PNG file on white."""
-    return _saved("png", title, paints, columns, (width, height))
+def picture(
+    title: str,
+    paints: Sequence[Paint],
+    *,
+    columns: int,
+    width: float,
+    height: float,
+    form: Literal["png", "pdf"] = "png",
+) -> bytes:
+    """Paint sets of axes in rows of ``columns``, under a title, as a PNG or PDF file on white."""
+    return _saved(form, title, paints, columns, (width, height))
 
 
 def _saved(
@@ -86,16 +94,19 @@ def _saved(
     style: Any = {**STYLE, "svg.hashsalt": title}
     with mpl.rc_context(style):
         canvas = Canvas(figsize=size, layout="constrained")
-        if form == "png":
+        if form != "svg":
             canvas.suptitle(title, fontsize=10)
-        canvas.patch.set_visible(form == "png")
+        canvas.patch.set_visible(form != "svg")
         all_axes = canvas.subplots(-(-len(paints) // columns), columns, squeeze=False)
-        for axes, paint in zip(all_axes.flat, paints, strict=True):
+        for axes in all_axes.flat[len(paints) :]:
+            axes.set_axis_off()
+        for axes, paint in zip(all_axes.flat, paints, strict=False):
             axes.patch.set_visible(False)
             axes.minorticks_off()
             paint(axes)
             axes.minorticks_off()
-        buffer, metadata = io.BytesIO(), {"Date": None} if form == "svg" else None
+        buffer = io.BytesIO()
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
         canvas.savefig(buffer, format=form, dpi=150, metadata=metadata)
     return buffer.getvalue()
 

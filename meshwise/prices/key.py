@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from meshwise.prices.uneven import even_bytes
 from meshwise.spec import (
     AnyModel,
     Attention,
@@ -185,6 +186,10 @@ def _links(op: Collective, field: str, cluster: Cluster) -> tuple[Mark, ...]:
     return (found,) if field == "group_size" else (found, ("derived", field, "counts by its links"))
 
 
+def _even_bytes(op: Collective, field: str, _: Cluster) -> tuple[Mark, ...]:
+    return (("coordinate", field, even_bytes(op)),)
+
+
 def _nested(op: Overlap, field: str, cluster: Cluster) -> tuple[Mark, ...]:
     return tuple((of, f"{field} {name}", x) for of, name, x in marks(getattr(op, field), cluster))
 
@@ -238,7 +243,7 @@ FIELDS: dict[type, dict[str, Role]] = {
     },
     Collective: {
         "kind": _word(lambda op: op.kind, "op"), "dtype": _dtype, **_all(_category, "in_place"),
-        **_all(_links, "group_size group_stride ranks"), **_all(_coordinate(), "size_bytes"),
+        **_all(_links, "group_size group_stride ranks"), "size_bytes": _even_bytes,
         "splits": lambda op, field, _: (("derived", field, "size_bytes is the busiest rank's"),),
     },
     Overlap: _all(_nested, "compute collective"),

@@ -61,8 +61,9 @@ APART = {
     "stride": 0.5,
 }  # fmt: skip
 # Of collectives: on 4 H200 the smallest take 25 to 28 us in torch and 18 to 19 in nccl-tests, those
-# of 4 GiB the same.
-COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25}
+# of 4 GiB the same. Equal splits beside none (PARAM, tests/data/param_h200x4): 8 % apart in the
+# median, up to 33 % in three of four, in logs with outliers.
+COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 # differences of blocks, besides tp; only their order matters
 BLOCKS_APART = {"form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
 # The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
@@ -164,15 +165,13 @@ class Prices:
     def _estimate(self, op: Op, run: How | None) -> Estimate:
         if not isinstance(op, Shaped | Sized):
             raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
-        if isinstance(op, Collective) and (op.group_size == 1 or op.size_bytes == 0):
+        if isinstance(op, Collective) and op.bytes == 0:
             return Estimate(0.0, 0.0, "measured")  # nothing to move
         key = self._key(op, run)
         price = self.known.get(key.category)
         if price is not None:
             return self._at(price, op, key, own=True)
-        if key.category not in self._stand_ins:
-            self._stand_ins[key.category] = self._nearest(op, key.category)
-        near = self._stand_ins[key.category]
+        near = self._stand_in(op, key.category)
         if near is None:
             return self._unmeasured(key.name, op)
         other, apart = key._replace(category=near[0]), near[1]
@@ -207,6 +206,17 @@ class Prices:
                 return Estimate(time_s, error, "datasheet", f"{where}: its data sheet's price")
         raise ValueError(f"{where}, and a price holds for {MOST_BEYOND} x; {MEASURE}")
 
+    def fitted(self, op: Op, run: How | None = None) -> Fitted | None:
+        """Return the fitted price that an operation has: its own category's, or a stand-in's."""
+        category = self._key(op, run).category
+        near = (category, 0.0) if category in self.known else self._stand_in(op, category)
+        return near and self.known[near[0]]
+
+    def _stand_in(self, op: Op, category: Category) -> tuple[Category, float] | None:
+        if category not in self._stand_ins:
+            self._stand_ins[category] = self._nearest(op, category)
+        return self._stand_ins[category]
+
     def _nearest(self, op: Op, category: Category) -> tuple[Category, float] | None:
         """Return the nearest category that may stand in, and the error that this adds."""
         mine, least, found = dict(category), math.inf, category
@@ -225,6 +235,8 @@ class Prices:
             if name == "tp":
                 return abs(math.log2(int(mine[2:]) / int(theirs[2:])))
             return BLOCKS_APART.get(name, math.inf)
+        if name == "op" and {mine, theirs} == {"all_to_all", "all_to_all_v"}:
+            return COLLECTIVES_APART["splits"]
         if name == "op":
             copies = isinstance(op, Elementwise) and op.kind not in ("h2d", "d2h")
             return APART["op"] if copies and theirs == "copy" else math.inf

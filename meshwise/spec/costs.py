@@ -48,6 +48,7 @@ class Price(Record, kw_only=True):
 
 
 LawName = Literal["lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "nccl", "sigmoid"]
+SizeRule = Literal["busiest", "sum", "max_of_max", "max_of_sum"]  # ``prices.uneven``
 
 
 class Law(Record, kw_only=True):

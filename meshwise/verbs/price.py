@@ -11,6 +11,8 @@ from meshwise.models.decoder import weights
 from meshwise.options import keywords
 from meshwise.options.price import PriceOptions
 from meshwise.prices import Estimate, Prices, in_step, op_key
+from meshwise.prices.uneven import as_even, even_bytes
+from meshwise.probe.cases.sizes import embedding_splits
 from meshwise.spec import (
     Attention,
     Block,
@@ -39,7 +41,7 @@ _MODEL = ("model", "tp", "dtype")
 _RUN = ("regime", "backend")
 USES = {
     **dict.fromkeys(COLLECTIVES, ("size", "group", "stride", "in_place", "dtype", *_RUN)),
-    "all_to_all_v": ("splits", "dtype", *_RUN),
+    "all_to_all_v": ("splits", "tables", "rule", "dtype", *_RUN),
     **dict.fromkeys(MEMORY_BOUND, ("size", "direction", *_RUN)),
     "gemm": ("size", "shape", "trans", "dtype", *_RUN),
     "attention": ("size", "shape", "direction", "dtype", *_RUN),
@@ -118,13 +120,18 @@ def _collective(kind: str, asked: PriceOptions, dtype: Dtype) -> Collective:
     if kind != "all_to_all_v":
         group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
         return Collective(size_bytes=_bytes(asked), **group, **how)
-    if asked.splits is None:
-        raise ValueError("splits: all_to_all_v needs them: --splits FILE, the bytes of each pair")
-    splits = measure.splits_of(asked.splits)
+    if (asked.splits is None) == (asked.tables is None):
+        raise ValueError("splits: all_to_all_v needs them: --splits FILE, or --tables, not both")
+    splits = (
+        measure.splits_of(asked.splits)
+        if asked.tables is None
+        else embedding_splits(asked.tables, "tables")
+    )
     if any(len(row) != len(splits) for row in splits):
         raise ValueError(f"splits: must be {len(splits)} rows of {len(splits)} byte counts")
     sums = [*map(sum, splits), *map(sum, zip(*splits, strict=True))]
-    return Collective(size_bytes=max(sums), splits=splits, group_size=len(splits), **how)
+    op = Collective(size_bytes=max(sums), splits=splits, group_size=len(splits), **how)
+    return op if asked.rule == "busiest" else as_even(op, asked.rule)
 
 
 def _model(asked: PriceOptions) -> Any:
@@ -218,7 +225,7 @@ def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -
         return f"{len(price.shapes)} measured shapes{runs}"
     if not isinstance(price, Curve) or not isinstance(op, Sized):
         return f"measured layers{runs}"
-    x = op.size_bytes if isinstance(op, Collective) else op.bytes
+    x = even_bytes(op) if isinstance(op, Collective) else op.bytes
     if tier == "measured":
         return f"the measured time of {format_bytes(x)}{runs}"
     near = [size for size in price.x_bytes if size <= x][-1:] + [

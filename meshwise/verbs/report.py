@@ -1,18 +1,20 @@
 """report: write one self-contained page of the existing runs, prices and plan; or pictures, a text
-and a page of how ring attention scales."""
+and a page of how ring attention scales; or pictures of collectives' bandwidth and its fits."""
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshwise import store
 from meshwise.files import write_whole
 from meshwise.pages.html import Contents, page
 from meshwise.pages.steps import result
 from meshwise.spec import Costs, Plan, RunInfo
+from meshwise.spec.costs import LawName
 from meshwise.verbs import files
 
 if TYPE_CHECKING:
+    from meshwise.fit.uneven import Judged
     from meshwise.pages.scaling import Scaling
 
 log = logging.getLogger("meshwise")
@@ -95,6 +97,35 @@ def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
     contents["scaling_analysis_report.txt"] = text(found)
     contents["scaling.html"] = scaling_figures.page(found)
     return [write_whole(Path(output_dir) / name, content) for name, content in contents.items()]
+
+
+class Bandwidth(NamedTuple):
+    """Curves of collectives and, by each rule, uneven exchanges; ``paths``: the pictures."""
+
+    costs: Costs
+    judged: "list[Judged]"
+    paths: list[Path]
+
+
+def bandwidth(
+    *run: Path | str, output_dir: Path | str = ".", law: LawName | None = None
+) -> Bandwidth:
+    """Do what ml_perf_model's comm_bench.ipynb does with the collectives of runs, measured or
+    imported, of one cluster: draw time and bandwidth, fit curves, predict uneven all-to-alls from
+    even ones by each rule. Pictures are written to ``output_dir`` (``pages.bandwidth.pictures``).
+    ``law``: fit this one, as the notebook ``sigmoid``. ValueError without runs or collectives."""
+    from meshwise.fit.uneven import judge
+    from meshwise.pages.bandwidth import pictures
+
+    if not run:
+        raise ValueError("run: no run is named; give runs of collectives, or of imported logs")
+    loaded = [files.load(path) for path in run]
+    for imported in filter(None, (info.provenance.get("imported") for info, _ in loaded)):
+        for warning in imported["warnings"]:
+            log.warning("%s: %s", imported["file"], warning)
+    costs, judged = judge(loaded, law)
+    drawn, folder = pictures(costs, judged), Path(output_dir)
+    return Bandwidth(costs, judged, [write_whole(folder / n, drawn[n]) for n in drawn])
 
 
 def _found(path: Path | str, kind: type[T]) -> T | None:
