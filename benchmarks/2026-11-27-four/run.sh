@@ -2,11 +2,11 @@
 # What was never run on four GPUs, part by part: OUT=DIR bash benchmarks/2026-11-27-four/run.sh PART...
 #   refit        Llama-3-8B, MoE-30B and 1.5B between layouts; Megatron's four-GPU scenarios
 #   ring         dense and dilated attention over four GPUs, `measure ring 4 --all`, --verify
-#   plans MODEL  a profile, then layouts of gpt-2.6b, llama-3-8b or moe-2.4b: predicted beside measured
+#   plans-MODEL  a profile, then layouts of gpt-2.6b, llama-3-8b or moe-2.4b: predicted beside measured
 #   exchanges    300 uneven all-to-alls of random embedding tables, and the even sweep that prices them
 #   collectives  every mode beside nccl-tests, whose binaries are in $NCCL_TESTS
 #   schedules    zero-bubble pipelines beside 1F1B, eager; an uneven plan against one device
-# Each part packs its run directories and what was printed into $OUT/PART.tgz.
+# Each part ends after LIMIT seconds and packs its run directories and what was printed into $OUT/PART.tgz.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export PATH=$here/../../.venv/bin:$PATH
@@ -16,14 +16,14 @@ began() { echo "--- $* ($SECONDS s)"; }
 
 refit() {
 	local large=(8b-tp2-tp4 8b-tp2pp2-tp4 8b-tp2pp2-tp1 8b-tp2-tp2-apart 1.5b-tp2-tp4) name
-	for name in "${large[@]}" moe-30b-ep2-ep4; do one ipc 20 "$name"; done
-	for name in tp2-tp4 tp2pp2-tp4pp1 ep2-ep4 large; do one ipc 20 "$name" --bf16; done
-	for name in "${large[@]}" moe-30b-ep2-ep4; do one nvshmem 10 "$name"; one nccl 10 "$name"; done
-	one gloo 3 1.5b-tp2-tp4
-	one gloo 3 8b-tp2-tp4
+	for name in "${large[@]}" moe-30b-ep2-ep4; do moved ipc 20 "$name"; done
+	for name in tp2-tp4 tp2pp2-tp4pp1 ep2-ep4 large; do moved ipc 20 "$name" --bf16; done
+	for name in "${large[@]}" moe-30b-ep2-ep4; do moved nvshmem 10 "$name"; moved nccl 10 "$name"; done
+	moved gloo 3 1.5b-tp2-tp4
+	moved gloo 3 8b-tp2-tp4
 }
 
-one() { # way, iterations, scenario
+moved() { # way, iterations, scenario
 	began "$@"
 	timeout 100 meshwise refit --scenario "$3" --refit-method "$1" --num-benchmark-warmup 3 \
 		--num-benchmark-iterations "$2" "${@:4}" | grep -E "refit time|wrong|failed|error"
@@ -62,14 +62,14 @@ plans() {
 	done <"$here/$model.layouts"
 	# `plan` has no option for the recipe
 	[ "$model" != moe-2.4b ] || sed -i 's/"routing": *"learned"/"routing": "balanced"/' plan-*.json
-	for plan in plan-*.json; do
+	for plan in $(ls plan-*.json | tail -n +"${FROM:-1}"); do
 		began "$plan"
 		timeout 100 meshwise run "$plan" --steps 8 --warmup 3
 	done
 }
 
 exchanges() {
-	local go=(meshwise measure collectives --mode warm --mode blocking --dtype fp32 --as-measured)
+	local go=(meshwise measure collectives ${MODES:---mode warm --mode graph} --dtype fp32 --as-measured)
 	"${go[@]}" all_to_all --sizes 64K..4G:x2
 	"${go[@]}" --tables "$(python "$here/tables.py" 300)"
 }
@@ -122,10 +122,14 @@ schedules() {
 		'{"pp":2,"schedule":"1f1b","meshes":[[1,2],[2,1]],"layers":[5,7],"microbatch_size":4,"num_microbatches":4}'
 }
 
+if [ "${1-}" = inside ]; then
+	MODEL=${2#plans-}
+	${2%%-*}
+	exit
+fi
 for part; do
-	MODEL=${part#plans-} began=$SECONDS
-	folder=$(mktemp -d)
-	(cd "$folder" && ${part%%-*}) 2>&1 | tee "$folder/printed.txt"
-	echo "--- $part: $((SECONDS - began)) s"
+	folder=$(mktemp -d) begin=$SECONDS
+	(cd "$folder" && timeout "${LIMIT:-540}" bash "$here/run.sh" inside "$part") 2>&1 | tee "$folder/printed.txt"
+	echo "--- $part: $((SECONDS - begin)) s"
 	tar --exclude='*.npy' --exclude='trace-*' --exclude=steps.jsonl -czf "$OUT/$part.tgz" -C "$folder" .
 done
