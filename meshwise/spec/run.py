@@ -137,8 +137,9 @@ class Sample(Record, kw_only=True):
             self.fail("times_s", "an ok sample must hold at least one time")
         if self.status == "ok" and self.num_wrong:
             self.fail("metrics", "a sample with wrong elements is an error and not ok")
-        if not all(0 < time_s < math.inf for time_s in self.times_s):
-            self.fail("times_s", "every time must be > 0 and finite")
+        for field, rows in (("times_s", (self.times_s,)), ("rank_times_s", self.rank_times_s)):
+            if not all(0 < time_s < math.inf for times_s in rows for time_s in times_s):
+                self.fail(field, "every time must be > 0 and finite")
         if self.status != "ok" and not self.reason:
             self.fail("reason", f"a sample with status {self.status} must say why")
 

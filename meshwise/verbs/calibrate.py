@@ -33,7 +33,10 @@ def calibrate(
         files.announce(chosen[0], "the newest run")
         if chosen[0] != newest:
             log.warning("%s is newer but holds no samples", newest)
-    loaded = [files.load(path) for path in chosen]
+    found = {info.run_id: (info, samples) for info, samples in map(files.load, chosen)}
+    if len(found) < len(chosen):
+        log.warning("a run that is named twice, or a copy of it, counts once")
+    loaded = list(found.values())
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
@@ -43,6 +46,8 @@ def calibrate(
         if len(others) == len(costs.curves):
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
         log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others))
+    for doubt in fit.doubts(costs):
+        log.warning("%s", doubt)
     for curve in costs.curves:
         if curve.noisy:
             busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"
