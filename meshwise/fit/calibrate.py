@@ -99,6 +99,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         curves=curves,
         surfaces=tuple(_with_noise(_surface(each, copies), each) for each in shaped),
         runs=run_ids,
+        versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
     )
     prices = Prices(costs)
     factors = tuple(fit_factor(each.timed, prices, each.about) for each in blocks)

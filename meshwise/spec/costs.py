@@ -183,3 +183,4 @@ class Costs(Record, kw_only=True):
     factors: tuple[Factor, ...] = ()
     memory_overhead_bytes: NonNegative = 0  # seen by the device but not by the allocator
     runs: tuple[str, ...]
+    versions: dict[str, str] = {}  # of device, torch, nccl and driver when it was measured
