@@ -6,11 +6,12 @@ units       100 times as long as the data sheet says, or as short; without a dat
             what the other curves of its kind say: milliseconds for microseconds, as a rule
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from meshwise.prices import Datasheet, name_of, shape_op, times_of
 from meshwise.prices.datasheet import of_bytes
+from meshwise.prices.laws import KnotTimes
 from meshwise.spec import Costs, Curve, Op, Surface
 from meshwise.spec.label import label
 from meshwise.spec.run import Case
@@ -32,11 +33,15 @@ def doubts(costs: Costs) -> list[str]:
     ]
     if few:
         found.append(f"too few sizes to test, so the interval is 100 %: {', '.join(few)}")
+    laws = [(of, times_of(of)) for of in costs.curves]
     for name, price in named:
         if ratios := dict(_over_sheet(price, Datasheet(costs.cluster))):
             found += _off(name, ratios, OFF_SHEET, "its data sheet says")
         elif isinstance(price, Curve):
-            found += _off(name, dict(_over_others(price, costs)), OFF_OTHERS, "others of its kind")
+            ratios = dict(
+                _over_others(price, [(of, times) for of, times in laws if of is not price])
+            )
+            found += _off(name, ratios, OFF_OTHERS, "others of its kind")
     return found
 
 
@@ -67,12 +72,11 @@ def _ops(price: Curve | Surface) -> list[Op]:
     return [of_bytes(price.like, int(x)) for x in price.x_bytes]
 
 
-def _over_others(price: Curve, costs: Costs) -> Iterator[tuple[str, float]]:
+def _over_others(
+    price: Curve, others: Sequence[tuple[Curve, KnotTimes]]
+) -> Iterator[tuple[str, float]]:
     """Yield each knot with its time over the median of what other curves of its kind say there."""
-    others = [
-        times_of(other) for other in costs.curves
-        if other is not price and type(other.like) is type(price.like)
-    ]  # fmt: skip
+    alike = [times for other, times in others if type(other.like) is type(price.like)]
     for op, x, time_s in zip(_ops(price), price.x_bytes, price.time_s, strict=True):
-        if others:
-            yield label(Case(op=op)), time_s / median(float(times(x)) for times in others)
+        if alike:
+            yield label(Case(op=op)), time_s / median(float(times(x)) for times in alike)

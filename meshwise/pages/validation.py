@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from meshwise import stats
-from meshwise.pages.steps import MeasuredQuantity, StepResult
+from meshwise.pages.steps import MeasuredQuantity
 from meshwise.pages.table import Table, filled, grouped, interval, listed, percent
 from meshwise.spec import PriceTier, Record
 from meshwise.units import format_seconds
@@ -92,22 +92,6 @@ class Validation(Record, kw_only=True):
     runs: tuple[CheckedRun, ...] = ()
     samples: tuple[CheckedSamples, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()
-
-
-def checked(result: StepResult, *, own: bool, **about: Any) -> CheckedRun:
-    """Take the figures of a training whose plan holds the new prediction. ``about``: the fields of
-    ``Checked``."""
-    plan, time = result.plan, result.time
-    assert time is not None and plan.prediction is not None
-    return CheckedRun(
-        model=plan.model.name or "model",
-        layout=plan.layout.name,
-        time=time,
-        memory=result.memory,
-        tier=plan.prediction.tier,
-        own=own,
-        **about,
-    )
 
 
 def validation(

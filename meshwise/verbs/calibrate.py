@@ -8,6 +8,7 @@ from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import Costs
 from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
+from meshwise.spec.run import changes
 from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
@@ -37,6 +38,10 @@ def calibrate(
     if len(found) < len(chosen):
         log.warning("a run that is named twice, or a copy of it, counts once")
     loaded = list(found.values())
+    versions = [info.versions for info, _ in sorted(loaded, key=lambda of: of[0].started)]
+    for mixed in dict.fromkeys(changes(versions[0], later) for later in versions[1:]):
+        if mixed:
+            log.warning("these runs are of different versions: %s", mixed)
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -14,6 +14,7 @@ from meshwise import store
 from meshwise.fit.calibrate import calibrate, expected_s
 from meshwise.pages import steps
 from meshwise.pages import validation as pages
+from meshwise.pages.steps import MeasuredQuantity
 from meshwise.pages.validation import CheckedRun, CheckedSamples, NotChecked, Validation
 from meshwise.prices import Prices, on_hosts
 from meshwise.prices.key import how, op_key
@@ -178,7 +179,16 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
     prices = pool.prices(costs, cluster=cluster, dtype=plan.dtype, lowering=plan.lowering)
     told = search.predict(plan.model, plan.workload, plan.layout, prices)
     info = msgspec.structs.replace(one.info, plan=msgspec.structs.replace(plan, prediction=told))
-    return pages.checked(steps.result(info, one.samples), own=own, **_about(one, costs))
+    found = steps.result(info, one.samples)
+    return CheckedRun(
+        model=plan.model.name or "model",
+        layout=plan.layout.name,
+        time=cast(MeasuredQuantity, found.time),
+        memory=found.memory,
+        tier=told.tier,
+        own=own,
+        **_about(one, costs),
+    )
 
 
 def _about(one: _Stored, costs: Costs) -> dict[str, Any]:

@@ -138,3 +138,15 @@ def test_a_run_compares_with_the_machine_that_runs(measured, warned, monkeypatch
 def test_prices_of_before_say_nothing(warned):
     store.write("costs.json", known.COSTS)
     assert files.prices("costs.json") == known.COSTS and not warned()
+
+
+def test_runs_of_different_versions_are_named_and_the_newest_counts(caplog):
+    for day, torch in (("02", "2.11.0"), ("01", "2.10.0")):
+        info = known.info(run_id=f"202601{day}T000000-measure-profile-four")
+        info = msgspec.structs.replace(
+            info, started=f"2026-01-{day}T00:00:00Z", provenance={"torch": torch}
+        )
+        known.write_run(Path("runs"), info, known.SAMPLES[:4])
+    costs = meshwise.calibrate(tuple(store.runs_of("runs")[::-1]))
+    assert costs.versions["torch"] == "2.11.0"
+    assert "these runs are of different versions: torch 2.10.0 to 2.11.0" in caplog.text
