@@ -1,7 +1,7 @@
 """Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
-It offers the nine verbs, ``apply`` and ``tokens`` for your own programs, ``Refit`` and the records.
-Each is imported when first used: ``meshwise.plan(...)``.
+It offers the nine verbs, ``validate``, ``apply`` and ``tokens`` for your own programs, ``Refit``
+and the records. Each is imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from meshwise.verbs.run import run
     from meshwise.verbs.show import show
     from meshwise.verbs.tokens import tokens
+    from meshwise.verbs.validate import validate
 
 VERBS = ("detect", "measure", "calibrate", "plan", "run", "refit", "compare", "report", "show")
-FOR_PROGRAMS = ("apply", "tokens")  # verbs that are not on the command line
+FOR_PROGRAMS = ("apply", "tokens", "validate")  # not verbs of the command line
 
 __all__ = [
     "VERBS",
@@ -42,6 +43,7 @@ __all__ = [
     "run",
     "show",
     "tokens",
+    "validate",
 ]
 
 

@@ -56,6 +56,30 @@ def collect(*, nproc: int | None = None) -> dict[str, Any]:
     }
 
 
+def here(kind: str) -> dict[str, str]:
+    """Return what prices of this machine's devices of a ``kind`` (cuda, cpu) depend on: device,
+    torch, nccl, driver. Unknown ones are left out. Fast: torch is not imported, packages say their
+    versions."""
+    known: dict[str, str | None] = {"device": cpu_name(), "torch": _installed("torch")}
+    if kind == "cuda":
+        needs = importlib.metadata.requires("torch") or [] if known["torch"] else []
+        nccl = re.search(r"^nvidia-nccl-cu\d+", "\n".join(needs), re.MULTILINE)
+        found = _gpus()
+        known |= {
+            "device": next((gpu["name"] for gpu in found["gpus"]), None),
+            "nccl": _installed(nccl[0]) if nccl else None,
+            "driver": found["driver"],
+        }
+    return {name: version for name, version in known.items() if version}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def threads_per_rank(nproc: int) -> int:
     """Return OMP_NUM_THREADS if it is set, else an equal share of this process's cores."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -160,10 +184,7 @@ def _gpus() -> dict[str, Any]:
 
 def _code() -> dict[str, Any]:
     """Return Meshwise's version and, if it runs from its own checkout, commit and dirty flag."""
-    try:
-        version = importlib.metadata.version("meshwise")
-    except importlib.metadata.PackageNotFoundError:
-        version = None
+    version = _installed("meshwise")
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return {"meshwise": version, "git_commit": None, "git_dirty": None}

@@ -129,6 +129,16 @@ def _variance(values: np.ndarray, rho: float) -> float:
     return lost * float(np.log(medians).var())
 
 
+def share_interval(count: int, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Clopper & Pearson 1934): the shares for which ``count``
+    or more, and ``count`` or fewer, of ``total`` independent trials have a chance of 2.5 %."""
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(count, total - count + 1, 0.025)) if count else 0.0
+    high = float(betaincinv(count + 1, total - count, 0.975)) if count < total else 1.0
+    return low, high
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Return exp(mean(log)), the right average of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))

@@ -233,7 +233,7 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
     run_dir = Path(run_dir)
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
-    warnings = []
+    warnings, again = [], list[str]()
     for where, line in _lines(run_dir / "samples.jsonl"):
         try:
             sample = _sample(line, where)
@@ -243,7 +243,12 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
                 told = f"more than {MOST_DAMAGED} lines are damaged; copy the run again"
                 raise ValueError(f"{run_dir}/samples.jsonl: {told}") from None
         else:
+            before = samples.get(sample.case_id, sample)
+            again += [where] * (before.status == sample.status == "ok" and before is not sample)
             samples[sample.case_id] = sample
+    if again:
+        more = f" and {len(again) - 1} more" if len(again) > 1 else ""
+        warnings.append(f"{again[0]}{more}: a case that an earlier line has; the later one counts")
     return info, list(samples.values()), warnings
 
 

@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_286,
+    "cli": 1_306,
     "engine": 3_235,
-    "fit": 798,
+    "fit": 925,
     "launch": 682,
     "models": 4_702,
     "nn": 1_362,
     "options": 975,
-    "pages": 5_840,
+    "pages": 6_043,
     "parallel": 3_184,
-    "prices": 1_136,
+    "prices": 1_157,
     "probe": 6_328,
     "reshard": 5_094,
-    "search": 2_520,
-    "spec": 2_966,
+    "search": 2_521,
+    "spec": 2_991,
     "suites": 1_003,
-    "verbs": 3_871,
-    "": 4_143,  # modules beside the rooms
+    "verbs": 4_150,
+    "": 4_181,  # modules beside the rooms
 }
 
 

@@ -42,25 +42,45 @@ def detect(
 def calibrate(
     *run: str,
     law: LawName | None = None,
+    validate: bool = False,
+    costs: str | None = None,
     runs: Runs = "runs",
-    out: str = "costs.json",
+    out: str | None = None,
     json: Json = False,
 ) -> int:
     """Fit prices to measurements, with their errors on points left out. Writes costs.json.
 
+    With --validate instead: predict stored runs anew, and list how far each prediction is off.
+
     Parameters
     ----------
     run
-        Run directories of measure; by default the newest.
+        Run directories of measure; by default the newest. With --validate also of run, and folders
+        of them; by default all.
     law
         Use this law for every curve instead of the one that predicts left-out points best.
+    validate
+        Predict each run by the measurements that its plan names, or others of its machine.
+    costs
+        With --validate: prices for all runs of their machine.
     out
-        The file to write.
+        The file to write; costs.json by default.
     """
-    costs = meshwise.calibrate(run, law=law, runs=runs, out=out)
+    odd = {"law": law, "out": out} if validate else {"costs": costs}
+    for name, value in odd.items():
+        if value is not None:
+            fix = "leave one of them out" if validate else "only --validate takes it"
+            raise ValueError(f"{name} = {value!r}: {fix}")
+    if validate:
+        from meshwise.pages import validation
+
+        found = meshwise.validate(run, costs=costs, runs=runs)
+        emit(found, validation.tables(found), json)
+        return DONE
+    made = meshwise.calibrate(run, law=law, runs=runs, out=out or "costs.json")
     from meshwise.pages import tables
 
-    emit(costs, tables.costs(costs), json)
+    emit(made, tables.costs(made), json)
     return DONE
 
 

@@ -33,6 +33,7 @@ from meshwise.spec.op import Dtype
 from meshwise.stats import median_interval, tamed_mean
 
 Word = TypeVar("Word", bound=str)
+Fitted = TypeVar("Fitted", Curve, Surface)
 
 
 class _Timed(NamedTuple):
@@ -68,12 +69,15 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         )
     groups = _groups(info, timed, run_ids)
     curves = tuple(
-        fit_curve(
-            {x: time_s for (x,), time_s in each.points.items()},
-            each.about,
-            info.cluster,
-            few=[x for (x,), count in each.timings.items() if count < LEAST_TIMINGS],
-            law=law,
+        _with_noise(
+            fit_curve(
+                {x: time_s for (x,), time_s in each.points.items()},
+                each.about,
+                info.cluster,
+                few=[x for (x,), count in each.timings.items() if count < LEAST_TIMINGS],
+                law=law,
+            ),
+            each,
         )
         for each in groups
         if isinstance(each.about["like"], Sized)
@@ -93,8 +97,9 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         ),
         world_size=info.world_size,
         curves=curves,
-        surfaces=tuple(_surface(each, copies) for each in shaped),
+        surfaces=tuple(_with_noise(_surface(each, copies), each) for each in shaped),
         runs=run_ids,
+        versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
     )
     prices = Prices(costs)
     factors = tuple(fit_factor(each.timed, prices, each.about) for each in blocks)
@@ -138,6 +143,11 @@ class _Grouped(NamedTuple):
     timings: dict[tuple[int, ...], int]
     about: dict[str, Any]
 
+    @property
+    def is_single(self) -> bool:
+        """Whether all samples are single timings, as rows of logs are."""
+        return all(len(each.sample.times_s) == 1 for each in self.timed)
+
 
 def _groups(info: RunInfo, timed: list[_Timed], runs: tuple[str, ...]) -> list[_Grouped]:
     """Group samples by category, in the order of the categories' names."""
@@ -155,11 +165,13 @@ def _groups(info: RunInfo, timed: list[_Timed], runs: tuple[str, ...]) -> list[_
             points.setdefault(at, []).append(each.time_s)
             timings[at] += each.timings
         key, first = same[0]
-        intervals = [median_interval(each.sample.times_s) for _, each in same]
+        repeated = [times_s for _, each in same if len(times_s := each.sample.times_s) > 1]
+        intervals = map(median_interval, repeated)
+        halves = [(high - low) / 2 / middle for middle, low, high in intervals]
         about = {
             **how(first.sample.case)._asdict(),
             "like": first.sample.case.op,
-            "noise": median((high - low) / 2 / middle for middle, low, high in intervals),
+            "noise": median(halves or [0.0]),  # see _with_noise
             "runs": runs,
         }
         medians = {at: median(times) for at, times in points.items()}
@@ -182,3 +194,12 @@ def _surface(of: _Grouped, copies: list[Curve]) -> Surface:
             default=0.0,
         ),
     )
+
+
+def _with_noise(price: Fitted, of: _Grouped) -> Fitted:
+    """Give a price of single timings the scatter of its points as noise: the median error of those
+    left out, or 100 % if none can be."""
+    if not of.is_single:
+        return price
+    tested = price.held_out.median if price.held_out.num_points else 1.0
+    return msgspec.structs.replace(price, noise=tested)

@@ -137,8 +137,12 @@ def costs(prices: Costs) -> list[Table]:
         ("floor", "floor_s", format_seconds),
         ("best rate", "flops_per_s", flops),
         *_errors(lambda surface: surface.held_out),
-        legend=("A shape that was not measured takes the utilisation of its nearest neighbours.",),
-    )
+        legend=(
+            "A shape that was not measured takes the utilisation of its nearest neighbours.",
+            *(f"{name(one)}: left out: {', '.join(one.no_shapes)}" for one in prices.surfaces
+              if one.no_shapes),
+        ),
+    )  # fmt: skip
     factors = listed(
         "Blocks: measured time over the sum of their operations' prices",
         prices.factors,

@@ -204,7 +204,7 @@ class Datasheet:
         """Return the seconds that a byte more takes in a large message, and their relative error;
         0 seconds if no rate is known."""
         try:
-            (small, _), (large, error) = (self.time_s(_of_bytes(op, 2**n)) for n in (40, 41))
+            (small, _), (large, error) = (self.time_s(of_bytes(op, 2**n)) for n in (40, 41))
         except ValueError:
             return 0.0, 0.0
         return (large - small) / 2**40, error
@@ -218,9 +218,11 @@ class Datasheet:
         return inside, -(-n // inside)
 
 
-def _of_bytes(op: Sized, num_bytes: int) -> Sized:
+def of_bytes(op: Sized, num_bytes: int) -> Sized:
+    """Return such an operation of so many bytes: nccl-tests' size, or those read and written."""
     if isinstance(op, Elementwise):
-        return msgspec.structs.replace(op, read_bytes=num_bytes // 2, write_bytes=num_bytes // 2)
+        half = num_bytes // 2
+        return msgspec.structs.replace(op, read_bytes=half, write_bytes=num_bytes - half)
     kind = "all_to_all" if op.kind == "all_to_all_v" else op.kind
     return msgspec.structs.replace(op, kind=kind, size_bytes=num_bytes, splits=())
 

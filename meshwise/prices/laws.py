@@ -10,11 +10,13 @@
     sigmoid     ml_perf_model's bandwidth model, with its jumps at both turning points
 
 Between knots a law is corrected by its ratio to them, so that it is exact there; ``lines`` and
-``cubic`` are nothing but such a correction. The sigmoid is left as its authors wrote it.
+``cubic`` are nothing but such a correction. Between two knots times rise or fall throughout. The
+sigmoid is left as its authors wrote it.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,17 @@ class KnotTimes:
             self.log_time = log_ratio + np.log(law)
         if not np.isfinite(self.log_time).all():
             raise ValueError(f"law {name}: its parameters {self.parameters} give times <= 0")
+        self._straighten(np.searchsorted(self.log_x, log_knots), np.log(time_s))
+
+    def _straighten(self, rows: npt.NDArray[np.int64], log_times: Floats) -> None:
+        """Keep times between two knots within theirs, and monotone. ``rows``: those of the knots,
+        of log times ``log_times``."""
+        for i, (first, last) in enumerate(pairwise(rows)):
+            low, high = sorted(log_times[i : i + 2])
+            turn = np.maximum if log_times[i + 1] >= log_times[i] else np.minimum
+            between = np.clip(self.log_time[first : last + 1], low, high)
+            self.log_time[first : last + 1] = turn.accumulate(between)
+        self.log_time[rows] = log_times
 
     def __call__(self, x: Any) -> Any:
         """Return the times of ``x`` bytes, of any shape."""

@@ -131,6 +131,12 @@ class Prices:
                     self._times[id(price)] = times_of(price)
                 except ValueError as error:
                     raise ValueError(f"{key.name}: {error}") from None
+            other = self.known.get(key.category, price)
+            if msgspec.structs.replace(other, like=price.like) != price:
+                raise ValueError(
+                    f"costs: two prices of {key.name}; make them anew of all runs: "
+                    f"meshwise calibrate RUN... ({', '.join(costs.runs)})"
+                )
             self.known[key.category] = price
         self.notes: dict[str, int] = {}
         self._sources = set[PriceTier]()

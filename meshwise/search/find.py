@@ -155,6 +155,7 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
         prediction=chosen.prediction,
         num_considered=1,
         runs=costs.runs,
+        versions=costs.versions,
     )
 
 

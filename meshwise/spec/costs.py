@@ -37,7 +37,8 @@ class Price(Record, kw_only=True):
     """The price of some work: how the work ran, and the measurement runs it comes from.
 
     ``like``: one of the operations that share the price; ``prices.key`` says how others may differ.
-    ``noise``: of a typical sample, half the median's interval over the median.
+    ``noise``: of a typical sample, half the median's interval over the median; of single timings,
+    which have none, the median error of points left out (100 % if none could be).
     """
 
     regime: Regime = "warm"
@@ -122,7 +123,7 @@ class Surface(Price, kw_only=True):
 
     roofline = floor_s + max(FLOPs / flops_per_s, bytes / bytes_per_s); utilisation =
     roofline / measured, averaged over the nearest shapes in log space (weights 1/distance^2).
-    ``dims``: fields of ``like``.
+    ``dims``: fields of ``like``. ``no_shapes``: measured shapes left out, each with the reason.
     """
 
     like: Shaped
@@ -133,6 +134,7 @@ class Surface(Price, kw_only=True):
     flops_per_s: PositiveFloat
     bytes_per_s: PositiveFloat
     held_out: HeldOut
+    no_shapes: tuple[str, ...] = ()
 
     def check(self) -> None:
         if not set(self.dims) <= set(self.like.__struct_fields__):
@@ -182,3 +184,4 @@ class Costs(Record, kw_only=True):
     factors: tuple[Factor, ...] = ()
     memory_overhead_bytes: NonNegative = 0  # seen by the device but not by the allocator
     runs: tuple[str, ...]
+    versions: dict[str, str] = {}  # of device, torch, nccl and driver when it was measured

@@ -223,6 +223,7 @@ class Plan(Record, kw_only=True):
     nearest_infeasible: Infeasible | None = None
     num_considered: NonNegative = 0
     runs: tuple[str, ...] = ()
+    versions: dict[str, str] = {}  # under which its prices were measured, as of ``Costs``
 
     def check(self) -> None:
         layout, workload = self.layout, self.workload

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -137,8 +137,9 @@ class Sample(Record, kw_only=True):
             self.fail("times_s", "an ok sample must hold at least one time")
         if self.status == "ok" and self.num_wrong:
             self.fail("metrics", "a sample with wrong elements is an error and not ok")
-        if not all(0 < time_s < math.inf for time_s in self.times_s):
-            self.fail("times_s", "every time must be > 0 and finite")
+        for field, rows in (("times_s", (self.times_s,)), ("rank_times_s", self.rank_times_s)):
+            if not all(0 < time_s < math.inf for times_s in rows for time_s in times_s):
+                self.fail(field, "every time must be > 0 and finite")
         if self.status != "ok" and not self.reason:
             self.fail("reason", f"a sample with status {self.status} must say why")
 
@@ -192,6 +193,19 @@ def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], s
     return "partial", f"{failed.total()} of {len(samples)} cases failed: {told}"
 
 
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Say which versions differ, as ``torch 2.11.0 to 2.12.0``; "" if none of those known to both
+    does. The build of a version (``+cu130``) counts if both have one."""
+
+    def differs(one: str, other: str) -> bool:
+        both = "+" in one and "+" in other
+        return one != other if both else one.split("+")[0] != other.split("+")[0]
+
+    shared = [name for name in before if name in now]
+    found = [name for name in shared if differs(before[name], now[name])]
+    return ", ".join(f"{name} {before[name]} to {now[name]}" for name in found)
+
+
 class RunInfo(Record, kw_only=True):
     """A run: who measured what, where. Written before the first sample, so that a failure keeps it.
 
@@ -219,6 +233,13 @@ class RunInfo(Record, kw_only=True):
         if load is None or not cores or load <= cores / 4:
             return ""
         return f"{load:g} processes at work on {cores} cores before it began"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions that the prices of this run depend on: device, torch, nccl, driver, if known."""
+        known = {name: self.provenance.get(name) for name in ("torch", "nccl", "driver")}
+        found = {"device": self.cluster.device.name} | known
+        return {name: str(version) for name, version in found.items() if version}
 
     def check(self) -> None:
         try:

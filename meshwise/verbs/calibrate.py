@@ -8,6 +8,7 @@ from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import Costs
 from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
+from meshwise.spec.run import changes
 from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
@@ -33,7 +34,14 @@ def calibrate(
         files.announce(chosen[0], "the newest run")
         if chosen[0] != newest:
             log.warning("%s is newer but holds no samples", newest)
-    loaded = [files.load(path) for path in chosen]
+    found = {info.run_id: (info, samples) for info, samples in map(files.load, chosen)}
+    if len(found) < len(chosen):
+        log.warning("a run that is named twice, or a copy of it, counts once")
+    loaded = list(found.values())
+    versions = [info.versions for info, _ in sorted(loaded, key=lambda of: of[0].started)]
+    for mixed in dict.fromkeys(changes(versions[0], later) for later in versions[1:]):
+        if mixed:
+            log.warning("these runs are of different versions: %s", mixed)
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
@@ -43,6 +51,8 @@ def calibrate(
         if len(others) == len(costs.curves):
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
         log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others))
+    for doubt in fit.doubts(costs):
+        log.warning("%s", doubt)
     for curve in costs.curves:
         if curve.noisy:
             busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"

@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from meshwise import store
+from meshwise import provenance, store
 from meshwise.files import parse_toml, read_bytes, write_whole
 from meshwise.spec import Cluster, Costs, Layout, Plan, Recipe, RunInfo, Sample
+from meshwise.spec.run import changes
 
 T = TypeVar("T", Cluster, Costs, Layout, Plan, Recipe)
 
@@ -36,6 +37,31 @@ def take(path: Path | str, kind: type[T]) -> T:
         raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it{others}")
     announce(path)
     return store.read(path, kind)
+
+
+def prices(path: Path | str) -> Costs:
+    """Read costs, and warn if they have expired: by the cluster.toml beside them, and by this
+    machine if it has the devices that were priced. Plans for far machines are made anywhere."""
+    costs, beside = take(path, Costs), Path(path).with_name("cluster.toml")
+    priced, now = _described(costs.cluster) | costs.versions, dict[str, str]()
+    with contextlib.suppress(ValueError, OSError):
+        now = _described(store.read(beside, Cluster)) if beside.exists() else now
+    machine = provenance.here(costs.cluster.device.kind)
+    warn_if_expired(priced, now | (machine if machine.get("device") == priced["device"] else {}))
+    return costs
+
+
+def _described(cluster: Cluster) -> dict[str, str]:
+    return {"device": cluster.device.name, "devices a host": str(cluster.num_devices_per_host)}
+
+
+def warn_if_expired(measured: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warn if prices were measured with other versions (``RunInfo.versions``) than are here now."""
+    if changed := changes(measured, now):
+        log.warning(
+            "these prices may have expired, since then: %s; measure anew: meshwise measure profile "
+            "&& meshwise calibrate", changed
+        )  # fmt: skip
 
 
 def record(given: T | Path | str, kind: type[T]) -> T:

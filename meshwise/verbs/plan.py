@@ -97,7 +97,7 @@ def _prices(
             f"{DEFAULT_COSTS} does not exist; `meshwise calibrate` writes it, or plan by data "
             "sheets with --cluster (a file, or h100-hgx) and --hosts"
         )
-    found = files.take(DEFAULT_COSTS if costs is None else costs, Costs)
+    found = files.prices(DEFAULT_COSTS if costs is None else costs)
     if described is not None:
         _check_alike(found.cluster, described)
         hosts = described.num_hosts if hosts is None else hosts

@@ -11,13 +11,13 @@ from meshwise.models.decoder import weights
 from meshwise.options import keywords
 from meshwise.options.price import PriceOptions
 from meshwise.prices import Estimate, Prices, in_step, op_key
+from meshwise.prices.key import How
 from meshwise.prices.uneven import as_even, even_bytes
 from meshwise.probe.cases.sizes import embedding_splits
 from meshwise.spec import (
     Attention,
     Block,
     Collective,
-    Costs,
     Curve,
     Elementwise,
     Factor,
@@ -68,9 +68,14 @@ class Priced(Record, kw_only=True):
 def price(asked: PriceOptions) -> list[Priced]:
     """Price an operation: a collective or memory-bound work of some bytes, a product, attention, a
     layer of a model, or the collectives of one of its FSDP units."""
-    costs = files.take(asked.costs, Costs)
+    costs = files.prices(asked.costs)
     prices, dtype = Prices(costs, datasheet=True), asked.dtype or costs.dtype
-    return [_priced(op, prices, asked) for op in _ops(asked, dtype)]
+
+    def run(op: Op) -> How:
+        usual = in_step(op, costs.cluster, costs.lowering)
+        return usual._replace(backend=asked.backend, regime=asked.regime or usual.regime)
+
+    return [of(op, prices, run(op)) for op in _ops(asked, dtype)]
 
 
 def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
@@ -171,13 +176,10 @@ def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
     ]
 
 
-def _priced(op: Op, prices: Prices, asked: PriceOptions) -> Priced:
+def of(op: Op, prices: Prices, run: How) -> Priced:
     """Price an operation alone, or a layer as the sum of its operations times its factor."""
     prices.begin()
     costs = prices.costs
-    run = in_step(op, costs.cluster, costs.lowering)._replace(backend=asked.backend)
-    if asked.regime is not None:
-        run = run._replace(regime=asked.regime)
     key = op_key(op, run, costs.cluster)
     if isinstance(op, Block):
         device = models.device_of(costs.cluster, costs.lowering)

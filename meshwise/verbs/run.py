@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from meshwise import store
+from meshwise import provenance, store
+from meshwise.launcher import Job
 from meshwise.models import catalogue
 from meshwise.options import keywords
 from meshwise.options.run import USUAL, Course, RunOptions
@@ -64,6 +65,8 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
     for one in plans:
         memory.check(one, asked)
     world.check_machine(chosen.cluster, chosen.layout.num_devices)
+    if chosen.prediction is not None and Job.here().leads:
+        files.warn_if_expired(chosen.versions, provenance.here(chosen.cluster.device.kind))
     run_dirs: list[Path] = []
     for one in plans:
         run_dirs.append(_run(one, asked, run_dirs))

@@ -170,6 +170,29 @@ def test_times_rise_with_bytes_if_all_measured_ones_do(rises, seed):
         assert np.all(np.diff(fine) >= -1e-12 * fine[1:])
 
 
+@given(
+    st.lists(st.tuples(st.floats(0.5, 4), st.floats(-1, 3)), min_size=6, max_size=16),
+    st.sampled_from(["lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "nccl"]),
+)
+def test_between_two_knots_every_law_stays_between_them_and_does_not_turn_back(steps, name):
+    """So a smaller message costs no more than a larger one where measured times rise; falls that
+    were measured are kept."""
+    growth, rise = np.asarray(steps).T
+    x, t = np.exp(np.cumsum(growth)) * 100, 1e-5 * np.exp(np.cumsum(rise))
+    parameters = laws.fits(1.0, LINES)[name](x, t)
+    try:
+        times = KnotTimes(name, parameters, x, t)
+    except (ValueError, TypeError):  # a law that cannot be fitted to such knots
+        return
+    assert times(x) == pytest.approx(t, rel=1e-12)
+    for first, last, low, high in zip(x, x[1:], t, t[1:], strict=False):
+        between = times(np.geomspace(first, last, 97))
+        steps_s = np.diff(between) if high >= low else -np.diff(between)
+        assert np.all(steps_s >= -1e-12 * high - 1e-12 * low)
+        assert between.min() >= min(low, high) * (1 - 1e-9)
+        assert between.max() <= max(low, high) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 @pytest.mark.parametrize("at", range(0, 29, 4))
 def test_an_odd_point_is_no_knot_and_is_named(factor, at):

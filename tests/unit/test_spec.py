@@ -146,7 +146,11 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "stages": stages_of(Layout(dp=2, zero=3), f["model"]),
         "recipe": Recipe(learning_rate=f["recipe"].learning_rate),
     },
-    Sample: lambda f: {"times_s": (1.0, 2.0), "reason": f["reason"] + "."},
+    Sample: lambda f: {
+        "times_s": (1.0, 2.0),
+        "rank_times_s": ((1.0, 2.0),),
+        "reason": f["reason"] + ".",
+    },
     Curve: lambda f: {
         "x_bytes": (1.0, 2.0),
         "time_s": (0.5, 0.25),

@@ -1,0 +1,82 @@
+"""Doubts about prices that look wrong but need not be, one sentence each. Nothing is repaired here.
+
+constant    every size took the same time
+untested    too few sizes to leave one out, so the interval is 100 %
+units       100 times as long as the data sheet says, or as short; without a data sheet 300 times
+            what the other curves of its kind say: milliseconds for microseconds, as a rule
+"""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from meshwise.prices import Datasheet, name_of, shape_op, times_of
+from meshwise.prices.datasheet import of_bytes
+from meshwise.prices.laws import KnotTimes
+from meshwise.spec import Costs, Curve, Op, Surface
+from meshwise.spec.label import label
+from meshwise.spec.run import Case
+from meshwise.units import format_seconds
+
+OFF_SHEET, OFF_OTHERS = 100.0, 300.0  # factors
+
+
+def doubts(costs: Costs) -> list[str]:
+    """Return the doubts about curves and surfaces, by the name of each."""
+    prices: list[Curve | Surface] = [*costs.curves, *costs.surfaces]
+    named = [(name_of(price, costs.cluster), price) for price in prices]
+    curves = [(name, price) for name, price in named if isinstance(price, Curve)]
+    few = [f"{name} ({len(of.x_bytes)})" for name, of in curves if not of.held_out.num_points]
+    found = [
+        f"{name}: constant, all {len(of.x_bytes)} sizes took {format_seconds(of.time_s[0])}"
+        for name, of in curves
+        if len(of.x_bytes) > 2 and max(of.time_s) == min(of.time_s)
+    ]
+    if few:
+        found.append(f"too few sizes to test, so the interval is 100 %: {', '.join(few)}")
+    laws = [(of, times_of(of)) for of in costs.curves]
+    for name, price in named:
+        if ratios := dict(_over_sheet(price, Datasheet(costs.cluster))):
+            found += _off(name, ratios, OFF_SHEET, "its data sheet says")
+        elif isinstance(price, Curve):
+            ratios = dict(
+                _over_others(price, [(of, times) for of, times in laws if of is not price])
+            )
+            found += _off(name, ratios, OFF_OTHERS, "others of its kind")
+    return found
+
+
+def _off(name: str, ratios: dict[str, float], limit: float, than: str) -> Iterator[str]:
+    """Yield a doubt about all points if their median is off, else about each that is."""
+    if not ratios:
+        return
+    middle = median(ratios.values())
+    if not 1 / limit < middle < limit:
+        ratios = {f"all {len(ratios)} points": middle}
+    for at, ratio in ratios.items():
+        if not 1 / limit < ratio < limit:
+            yield f"{name}: {at}: {ratio:.4g} times what {than}; are the units right?"
+
+
+def _over_sheet(price: Curve | Surface, sheet: Datasheet) -> Iterator[tuple[str, float]]:
+    """Yield each measured point with its time over the data sheet's, where that has a price."""
+    for op, time_s in zip(_ops(price), price.time_s, strict=True):
+        try:
+            yield label(Case(op=op)), time_s / sheet.time_s(op)[0]
+        except ValueError:
+            return
+
+
+def _ops(price: Curve | Surface) -> list[Op]:
+    if isinstance(price, Surface):
+        return [shape_op(price, shape) for shape in price.shapes]
+    return [of_bytes(price.like, int(x)) for x in price.x_bytes]
+
+
+def _over_others(
+    price: Curve, others: Sequence[tuple[Curve, KnotTimes]]
+) -> Iterator[tuple[str, float]]:
+    """Yield each knot with its time over the median of what other curves of its kind say there."""
+    alike = [times for other, times in others if type(other.like) is type(price.like)]
+    for op, x, time_s in zip(_ops(price), price.x_bytes, price.time_s, strict=True):
+        if alike:
+            yield label(Case(op=op)), time_s / median(float(times(x)) for times in alike)
