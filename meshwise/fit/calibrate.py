@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
-from meshwise.fit.factors import fit_factor
+from meshwise.fit.factors import fit_factors
 from meshwise.fit.surfaces import fit_surface
 from meshwise.prices import Prices
 from meshwise.prices.key import Category, Key, how, op_key
@@ -102,7 +102,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
     )
     prices = Prices(costs)
-    factors = tuple(fit_factor(each.timed, prices, each.about) for each in blocks)
+    factors = fit_factors([(each.timed, each.about) for each in blocks], prices)
     return msgspec.structs.replace(costs, factors=factors)
 
 

@@ -134,6 +134,7 @@ def _block_program(block: Block, device: Device) -> Program:
     return program_of(of, layout, block.dtype, device=device)
 
 
+@lru_cache(maxsize=4096)
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
     """Return the operations of a block; their prices add up to its composed price."""
     return tuple(task.op for task in block_tasks(block, device))

@@ -83,6 +83,54 @@ class Together(Record, kw_only=True):
     source: str
 
 
+class Beside(Record, kw_only=True):
+    """Speeds side by side, of the speed alone: of products and the like, and of memory-bound work,
+    beside a data-parallel ``collective``; its speed beside them; and that of both if the other is
+    one of tensor parallelism's ``messages``."""
+
+    products: PositiveFloat
+    memory: PositiveFloat
+    messages: PositiveFloat
+    collective: PositiveFloat
+    source: str
+
+    def speed(self, op: Op) -> tuple[float, float]:
+        """Return the speeds of an operation and of the collective that runs beside it."""
+        if isinstance(op, Collective):
+            return self.messages, self.messages
+        return self.products if isinstance(op, Shaped) else self.memory, self.collective
+
+
+class Clocks(Record, kw_only=True):
+    """How much longer products take once the power cap has lowered the clocks.
+
+    ``sustained``: seconds of products in a row for long, over their seconds in a burst, by device;
+    1 for others. ``other_power``: the power of other work, of the cap.
+    """
+
+    sustained: dict[str, PositiveFloat]
+    other_power: PositiveFloat
+    source: str
+
+    def stretch(self, device: str, products_s: float, others_s: float) -> float:
+        """Return by how much products are slowed down in work of so many seconds, each at full
+        clocks. Power falls with the cube of the clock, so that products which take s times as long
+        draw 1 / s^3 of w, their power at full clocks over the cap. The mean power is the cap:
+
+            (w / s^3) s products_s + other_power others_s = s products_s + others_s
+
+        Products alone take ``sustained`` times as long, so w = sustained^3.
+        """
+        power = self.sustained.get(device, 1.0) ** 3
+        spare = (1 - self.other_power) * others_s / products_s if products_s else math.inf
+        if power <= 1 + spare:
+            return 1.0
+        s = 1.0
+        for _ in range(6):  # Newton, from below: the left side is convex
+            s += (power / s**2 - s - spare) / (2 * power / s**3 + 1)
+        return s
+
+
 class Overhead(Record, kw_only=True):
     """Memory that is used on a device outside the allocator."""
 
@@ -103,6 +151,9 @@ class Attainable(Record, kw_only=True):
     network: PeakShare
     protocols: tuple[Protocol, ...]
     block: Together
+    beside: Beside
+    copies: PeakShare
+    clocks: Clocks
     overhead: Overhead
 
 

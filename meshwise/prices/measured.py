@@ -17,12 +17,13 @@ an error names the command.
 
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from meshwise.prices.datasheet import Datasheet
+from meshwise.prices.datasheet import Datasheet, attainable
 from meshwise.prices.key import Category, How, Key, how, in_step, op_key, size
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
@@ -49,6 +50,7 @@ AS_COPIES = "element-wise work that was not measured itself is priced as copies 
 TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
 MOST_BEYOND = 256  # times the largest measured size
 NEIGHBOURS = 4
+SHARP = 4  # where host and device take equally long, a layer takes 19 % longer than either
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
 # The relative error that each difference between a category and its stand-in adds. The values of
@@ -300,24 +302,49 @@ class Prices:
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    def factor(self, block: Block) -> tuple[float, HeldOut | None]:
-        """Return measured over composed time for a block like this one; 1 if none was measured. If
-        nothing at all was, return the ratio of language models' layers elsewhere (images: 1)."""
+    def stretch_of(self, ops: Sequence[Op]) -> float:
+        """Return by how much the power cap slows products down in long work of these operations."""
+        products_s, others_s = self._bursts(ops)
+        name = self.costs.cluster.device.name
+        return attainable().clocks.stretch(name, products_s, others_s)
+
+    def composed_s(self, ops: Sequence[Op], stretch: float | None = None) -> float:
+        """Return the seconds of operations one after the other, products slowed down by
+        ``stretch``, by default that of these operations alone."""
+        products_s, others_s = self._bursts(ops)
+        return (stretch or self.stretch_of(ops)) * products_s + others_s
+
+    def _bursts(self, ops: Sequence[Op]) -> tuple[float, float]:
+        """Return the seconds of products, as they were measured in bursts, and of other work."""
+        seconds = {True: 0.0, False: 0.0}
+        for op in ops:
+            found = self.estimate(op)
+            seconds[in_bursts(op, found)] += found.time_s
+        return seconds[True], seconds[False]
+
+    def factor(
+        self, block: Block, ops: Sequence[Op], stretch: float | None = None
+    ) -> tuple[float, HeldOut | None]:
+        """Return the time of a block over ``composed_s`` of its operations ``ops``; 1 if none like
+        it was measured. If nothing at all was, return the ratio of language models' layers
+        elsewhere (images: 1)."""
         if self.datasheet is not None and self.nothing_measured:
             return (1.0 if block.form else self.datasheet.known.block.ratio), None
         key = self._key(block)
-        found = self.known.get(key.category)
+        found, held_out = self.known.get(key.category), None
         if isinstance(found, Factor):
-            return _at_size(found, found.ratio, block), found.held_out
-        near = self._nearest(block, key.category)
-        if near is None:
+            held_out = found.held_out
+        elif near := self._nearest(block, key.category):
+            found, held_out = self.known[near[0]], self._spread(near[0])
+            self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
+            self._sources.add("transferred")
+        else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
             return 1.0, UNTRIED if self.costs.lowering == "compiled" else None
-        found = self.known[near[0]]
         assert isinstance(found, Factor)
-        self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
-        self._sources.add("transferred")
-        return _at_size(found, found.ratio, block), self._spread(near[0])
+        composed_s = self.composed_s(ops, stretch)
+        ratio = _at_size(found, found.ratio, block)
+        return layer_s(found.host_s, ratio * composed_s) / composed_s, held_out
 
     def _spread(self, category: Category) -> HeldOut:
         """Return how much ratios of this part, model and direction differ: a stand-in's error."""
@@ -338,6 +365,17 @@ class Prices:
         if not isinstance(found, Factor) or not found.saved_ratio:
             return 1.0
         return _at_size(found, found.saved_ratio, block)
+
+
+def in_bursts(op: Op, estimate: Estimate) -> bool:
+    """Whether an operation was priced at clocks that long work does not keep."""
+    return isinstance(op, Shaped) and estimate.source != "datasheet"
+
+
+def layer_s(host_s: float, device_s: float) -> float:
+    """Return the seconds of a layer whose kernels the host launches in ``host_s`` and the device
+    runs in ``device_s``: the longer of the two, and somewhat more where they are near."""
+    return float((host_s**SHARP + device_s**SHARP) ** (1 / SHARP))
 
 
 def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:

@@ -10,7 +10,7 @@ stages before its first stage, and ends before their backwards:
 
 With a split backward B_s is dropped, since a W may come last. Traffic of the first rank: no
 schedule hides the root's gather, which comes first, or its reduction, which comes last. Queued
-messages take at least the sum of their times.
+messages take at least the sum of their times, and slow down the work beside them.
 
 Memory of the first rank, which holds the most microbatches: parameters, optimizer state, gathered
 copies, and the saved tensors of the microbatches in flight. ``room`` gives a closer bound.
@@ -30,9 +30,18 @@ from meshwise.models import program_of
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
+from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
-from meshwise.search.simulate import COPIES, SUMS, WAITING, WEIGHTS, Spent
-from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
+from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.stage import (
+    Layer,
+    StageKind,
+    beside_of,
+    copies_take,
+    graph_of,
+    is_copy,
+    stage_cost,
+)
 from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
@@ -56,6 +65,18 @@ class LayerWork(NamedTuple):
         return LayerWork(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
 
+class Traffic(NamedTuple):
+    """Seconds of data parallelism in a step of one microbatch: of its messages, and of the copies
+    on the compute stream that these need."""
+
+    gathers_s: float = 0.0
+    reductions_s: float = 0.0
+    copies_s: float = 0.0
+
+    def plus(self, other: "Traffic", times: int = 1) -> "Traffic":
+        return Traffic(*[mine + times * its for mine, its in zip(self, other, strict=True)])
+
+
 class End(Record):
     """A stage: its layers, and whether it is the first or the last."""
 
@@ -65,6 +86,7 @@ class End(Record):
 
 
 NOTHING: Recompute = "none"
+_APART = (COPIES, SLOWED, SUMS, WAITING)  # of data parallelism
 Again = tuple[Recompute, int | None]  # what backward recomputes, in how many layers
 
 
@@ -86,35 +108,67 @@ def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices)
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from the first rank's compute and dp traffic."""
+    """Return a lower bound of the step time from compute and dp traffic, the first rank's or, if
+    all ranks are alike but for their layers, any rank's."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
-    mine = [
-        kind
-        for stage, end in enumerate(stages)
-        if rank_of(layout.schedule, stage, layout.pp) == 0
-        for kind in end.kinds
+    kinds: list[list[LayerKind]] = [[] for _ in range(layout.pp)]
+    for stage, end in enumerate(stages_of(model, seq_len, layout.num_stages, layout.layers)):
+        kinds[rank_of(layout.schedule, stage, layout.pp)] += end.kinds
+    of = {
+        kind: _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
+        for kind in {kind for mine in kinds for kind in mine}
+    }
+    ranks_sent = [
+        _added_up([(of[kind][0], number) for kind, number in Counter(mine).items()])
+        for mine in kinds
     ]
-    gathers_s = reductions_s = 0.0
-    for kind, number in Counter(mine).items():
-        gather_s, reduce_s, root_gather_s, root_reduce_s = _traffic(
-            model, seq_len, kind, inside, layout.pp == 1, prices
-        )
-        gathers_s, reductions_s = gathers_s + number * gather_s, reductions_s + number * reduce_s
-    gathers_s, reductions_s = gathers_s + root_gather_s, reductions_s + root_reduce_s
-    count = layout.num_microbatches
-    first, alone = _ranks(model, seq_len, layout, prices).first, layout.stages_per_rank == 1
-    exposed_s = root_gather_s + count * first.both_s
+    root = of[kinds[0][-1]][1]
+    sent = ranks_sent[0].plus(root)
+    count, ranks = layout.num_microbatches, _ranks(model, seq_len, layout, prices)
+    first, alone = ranks.first, layout.stages_per_rank == 1
+    work_s = count * first.both_s + sent.copies_s
+    exposed_s = root.gathers_s + work_s
     if layout.schedule not in SPLIT:
-        exposed_s += root_reduce_s
+        exposed_s += root.reductions_s
     if layout.zero == 3:
-        in_a_row_s = count * (gathers_s + reductions_s)
+        in_a_row_s = _sent_s(sent, layout)
     elif layout.zero == 2:
-        in_a_row_s = count * reductions_s + (first.forward_s if alone else 0.0)
+        in_a_row_s = count * sent.reductions_s + (first.forward_s if alone else 0.0)
     else:  # reductions begin in the last backward
         backwards_s = (count - 1) * first.backward_s if alone else 0.0
-        in_a_row_s = count * first.forward_s + backwards_s + reductions_s
-    return max(exposed_s, in_a_row_s)
+        in_a_row_s = count * first.forward_s + backwards_s + sent.reductions_s
+    beside = beside_of(inside, prices)
+    slowed_s = _side_by_side_s(work_s, _sent_s(sent, layout), beside)
+    if not layout.meshes and not layout.ways:
+        least_s = min([_sent_s(each, layout) for each in ranks_sent])
+        both = [(at, _side_by_side_s(count * each, least_s, beside)) for at, each in ranks.times]
+        slowed_s = max(slowed_s, *[around_s + each for around_s, each in both])
+    return max(exposed_s, in_a_row_s, slowed_s)
+
+
+def _added_up(several: list[tuple[Traffic, int]]) -> Traffic:
+    total = Traffic()
+    for each, number in several:
+        total = total.plus(each, number)
+    return total
+
+
+def _sent_s(sent: Traffic, layout: Layout) -> float:
+    """Return the seconds of a step's messages, from those of a step of one microbatch."""
+    gathers = layout.num_microbatches if layout.zero == 3 else 1
+    reductions = layout.num_microbatches if layout.zero >= 2 else 1
+    return gathers * sent.gathers_s + reductions * sent.reductions_s
+
+
+def _side_by_side_s(work_s: float, sent_s: float, beside: Beside | None) -> float:
+    """Return the least seconds of work and messages: side by side as long as possible, where both
+    are slower than alone."""
+    if beside is None:
+        return work_s + sent_s
+    work = max(beside.products, beside.memory, beside.messages)
+    sent = max(beside.collective, beside.messages)
+    together_s = min(work_s / work, sent_s / sent)
+    return work_s + sent_s - max(0.0, work + sent - 1) * together_s
 
 
 def memory_bytes(
@@ -285,7 +339,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(spent: Spent) -> float:
-        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in (COPIES, SUMS, WAITING))
+        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART)
 
     return LayerWork(
         forward_s=own_s(forward),
@@ -299,18 +353,25 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 @lru_cache(maxsize=4096)
 def _traffic(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
-) -> tuple[float, float, float, float]:
-    """Return the seconds of a layer's gathers and of its reductions for one microbatch, then those
-    of the root."""
+) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a layer, and of the root."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
-    seconds: dict[tuple[bool, bool], float] = defaultdict(float)
+    seconds: dict[tuple[bool, str], float] = defaultdict(float)
     for task in program_of(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
         if task.stream == "dp":
             assert isinstance(task.op, Collective)
-            place = task.name.startswith("root."), task.op.kind != "all_gather"
-            seconds[place] += prices.estimate(task.op).time_s
-    gather_s, reduce_s = seconds[False, False], seconds[False, True]
-    return gather_s, reduce_s, seconds[True, False], seconds[True, True]
+            what = "gather" if task.op.kind == "all_gather" else "reduction"
+        elif is_copy(task):
+            what = "copy"
+        else:
+            continue
+        time_s = prices.estimate(task.op).time_s * (copies_take(prices) if what == "copy" else 1)
+        seconds[task.name.startswith("root."), what] += time_s
+    layer, root = (
+        Traffic(*[seconds[of_root, what] for what in ("gather", "reduction", "copy")])
+        for of_root in (False, True)
+    )
+    return layer, root
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwise.models import program_of
 from meshwise.prices import Prices
-from meshwise.search.stage import StageKind, direction_of, factors_of, graph_of, kinds_of, pieces_of
+from meshwise.search.stage import StageKind, corrections, graph_of, kinds_of, pieces_of
 from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
@@ -33,14 +33,14 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     lists some nodes."""
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
-    factors, pieces = factors_of(kind, prices, plan.dtype), pieces_of(kind)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
+    correct = corrections(kind, pieces_of(kind), prices)
     rows: list[Explained] = []
     for task in program_of(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:
             continue
         price, times = prices.estimate(task.op), plan.layout.num_microbatches
-        factor, _ = factors.get((pieces(task), direction_of(task.phase)), (1.0, None))
+        factor, _ = correct.of(task, price)
         rows.append(
             Explained(
                 task=node + task.name.removeprefix(local), phase=task.phase, op=task.op,

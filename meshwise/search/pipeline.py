@@ -168,13 +168,14 @@ def step_time(
 
 def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent]) -> float:
     """Return when a rank's actions and their queued data-parallel traffic have ended."""
-    traffic_ends = 0.0
-    for action, clock, _ in row:
+    queued_s = clock = 0.0
+    for action, start_s, end_s in row:
+        queued_s -= start_s - clock
         for number in times.of_action[action]:
-            clock += spent[number].time_s
-            queued = traffic_ends + spent[number].traffic_s
-            traffic_ends = max(queued, clock + spent[number].lag_s)
-    return max(traffic_ends, row[-1].end_s)
+            of = spent[number]
+            queued_s = max(of.lag_s, max(queued_s, 0.0) + of.traffic_s - of.served_s)
+        clock = end_s
+    return clock + max(queued_s, 0.0)
 
 
 def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:

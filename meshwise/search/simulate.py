@@ -1,9 +1,11 @@
 """Simulate a rank's program action by action: seconds, and bytes alive at each moment.
 
-Time: a task starts when its stream is free and all buffers that it reads are written. An action
-lasts as long as it uses the compute stream. Its traffic on the data-parallel stream is noted, so
-that a schedule can add it up. The stream of context parallelism is empty at the end of each
-attention. On CPUs communication uses the same cores as compute, so there is one stream.
+Time: a task starts when its stream is free and all buffers that it reads are written. A
+data-parallel transfer also waits for the work before it in the program. Beside it, both are slower
+(``Beside``). An action lasts as long as it uses the compute stream. Its traffic on the
+data-parallel stream is noted, so that a schedule can add it up. The stream of context parallelism
+is empty at the end of each attention. On CPUs communication uses the same cores as compute, so
+there is one stream.
 
 Memory: a buffer lives from its first writer to its last reader, in issue order, on top of resident
 bytes. For each role of buffer an action has two figures: its peak above the bytes alive before it,
@@ -12,16 +14,18 @@ actions add to both, so a schedule can be summed without its tasks. Microbatches
 gathered weights, so these count in full, not as a difference.
 """
 
-import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwise.models import Loop, Program, Task
+from meshwise.prices.datasheet import Beside
 
 Amounts = dict[str, float]
 WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights and gradients"
+SLOWED = "work slowed down by data-parallel communication"
 SUMS = "gradient sums over tp"
 SHARING = "context-parallel communication (exposed)"
 WEIGHTS = "gathered weights"
@@ -47,8 +51,8 @@ class Spent(NamedTuple):
     """Seconds of an action. ``parts``: of the compute stream; they add up to ``time_s``, and idle
     time counts as exposed traffic. ``errors``: of all streams, by group of prices.
 
-    ``traffic_s``: seconds of the data-parallel stream. It ends ``lag_s`` after the compute stream,
-    or later if traffic of earlier actions delays it.
+    ``traffic_s``: seconds of its data-parallel transfers alone. They end ``lag_s`` after it, or
+    later if transfers of earlier actions delay them, of which it lets ``served_s`` pass.
     """
 
     time_s: float
@@ -56,6 +60,7 @@ class Spent(NamedTuple):
     errors: Amounts
     traffic_s: float
     lag_s: float
+    served_s: float = 0.0
 
 
 class Peak(NamedTuple):
@@ -82,32 +87,46 @@ def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
 
 
 def run_program(
-    program: Program, charge: Callable[[Task], Charge], one_stream: bool
+    program: Program, charge: Callable[[Task], Charge], beside: Beside | None
 ) -> tuple[list[Spent], Spent]:
-    """Return the seconds of each action and of the optimizer. The tasks run in order."""
-    clocks = _Clocks(program, charge, one_stream)
+    """Return the seconds of each action and of the optimizer. The tasks run in order. ``beside``:
+    the speed of work while data-parallel traffic runs; None if all work shares one stream."""
+    clocks = _Clocks(program, charge, beside)
     spent = [clocks.run(span.start, span.stop) for span in program.actions]
+    clocks.queue.clear()  # the optimizer waits for all transfers
     return spent, clocks.run(program.actions[-1].stop, len(program.tasks))
 
 
+class _Message:
+    """A transfer of the data-parallel stream that has not ended: the seconds it needs alone."""
+
+    __slots__ = ("left_s", "writes")
+
+    def __init__(self, left_s: float, writes: tuple[str, ...]) -> None:
+        self.left_s, self.writes = left_s, writes
+
+
 class _Clocks:
-    """The clocks of a simulation: when each stream is free and when each buffer is written."""
+    """The state of a simulation: when the compute stream is free, which data-parallel transfers are
+    under way (the first in the queue moves, the others wait for it), which buffers these write, and
+    when cp's transfers end."""
 
     def __init__(
-        self, program: Program, charge: Callable[[Task], Charge], one_stream: bool
+        self, program: Program, charge: Callable[[Task], Charge], beside: Beside | None
     ) -> None:
-        self.tasks, self.charge, self.one_stream = program.tasks, charge, one_stream
+        self.tasks, self.charge, self.beside = program.tasks, charge, beside
         self.loops = {loop.start: loop for loop in program.loops}
-        self.free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
-        self.written = dict[str, float]()
-        self.shared = set[str]()  # buffers that received cp's messages
-        self.brought = {x for t in program.tasks if t.stream != "compute" for x in t.writes}
-        self.traffic_s = self.own_traffic_ends = 0.0  # of the current action
+        self.now_s = self.cp_free_s = 0.0
+        self.queue: deque[_Message] = deque()
+        self.coming: dict[str, _Message] = {}
+        self.shared: dict[str, float] = {}  # buffers that receive cp's messages, and when
+        # of the current action; ``own_s``: its own transfers that would be left if it had no others
+        self.traffic_s = self.served_s = self.own_s = 0.0
 
     def run(self, start: int, stop: int) -> Spent:
         """Run an action: ``tasks[start:stop]``."""
-        begin = self.own_traffic_ends = self.free["compute"]
-        self.traffic_s = 0.0
+        begin_s = self.now_s
+        self.traffic_s = self.served_s = self.own_s = 0.0
         parts, errors, at = Amounts(), Amounts(), start
         while at < stop:
             if at in self.loops:
@@ -116,64 +135,106 @@ class _Clocks:
             else:
                 self._step(self.tasks[at], parts, errors)
                 at += 1
-        end = self.free["compute"]
-        return Spent(end - begin, parts, errors, self.traffic_s, self.own_traffic_ends - end)
+        time_s = self.now_s - begin_s
+        return Spent(time_s, parts, errors, self.traffic_s, self.own_s, self.served_s)
 
     def _step(self, task: Task, parts: Amounts, errors: Amounts) -> None:
-        time_s, part, group, error_s = self.charge(task)
-        free, written = self.free, self.written
-        stream = "compute" if self.one_stream else task.stream
-        start = free[stream]
-        if stream != "compute" or not self.brought.isdisjoint(task.reads):
-            ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
-            start = max(start, ready)
-        if stream == "compute":
-            if start > free[stream]:
-                is_shared = any(written[x] == ready for x in self.shared & {*task.reads})
-                add(parts, SHARING if is_shared else WAITING, start - free[stream])
-            add(parts, part, time_s)
-        elif stream == "cp":
-            self.shared.update(task.writes)
+        charge = self.charge(task)
+        add(errors, charge.group, charge.error_s)
+        if self.beside is None:
+            self.now_s += charge.time_s
+            add(parts, charge.part, charge.time_s)
+        elif task.stream == "dp":
+            message = _Message(charge.time_s, task.writes)
+            self.queue.append(message)
+            self.coming.update(dict.fromkeys(task.writes, message))
+            self.traffic_s += charge.time_s
+            self.own_s += charge.time_s
+        elif task.stream == "cp":
+            self.cp_free_s = max(self.cp_free_s, self.now_s) + charge.time_s
+            self.shared.update(dict.fromkeys(task.writes, self.cp_free_s))
         else:
-            self.traffic_s += time_s
-            self.own_traffic_ends = max(self.own_traffic_ends, ready) + time_s
-        add(errors, group, error_s)
-        free[stream] = start + time_s
-        for name in task.writes:
-            written[name] = free[stream]
+            self._wait(task, parts)
+            begin_s = self.now_s
+            self._compute(charge.time_s, self.beside.speed(task.op))
+            add(parts, charge.part, charge.time_s)
+            if (slowed_s := self.now_s - begin_s - charge.time_s) > 1e-12 * self.now_s:
+                add(parts, SLOWED, slowed_s)
+
+    def _wait(self, task: Task, parts: Amounts) -> None:
+        """Let transfers run until the task's inputs have arrived."""
+        begin_s = self.now_s
+        for name in task.reads if self.coming else ():
+            while name in self.coming:
+                self.now_s += self.queue[0].left_s
+                self._arrived()
+        add(parts, WAITING, self.now_s - begin_s)
+        self._serve(self.now_s - begin_s)
+        if self.shared:
+            until_s = max([self.shared.get(name, 0.0) for name in task.reads], default=0.0)
+            if (idle_s := until_s - self.now_s) > 0:
+                add(parts, SHARING, idle_s)
+                self._compute(idle_s, (1.0, 1.0))
+
+    def _compute(self, left_s: float, speed: tuple[float, float]) -> None:
+        """Work for ``left_s`` seconds. Beside a transfer, work and transfer have these speeds."""
+        work, transfer = speed
+        begin_s = self.now_s
+        while self.queue and left_s:
+            arrives_s = self.queue[0].left_s / transfer
+            if arrives_s > left_s / work:
+                self.queue[0].left_s -= left_s / work * transfer
+                self.now_s, left_s = self.now_s + left_s / work, 0.0
+            else:
+                self.now_s, left_s = self.now_s + arrives_s, left_s - arrives_s * work
+                self._arrived()
+        self.now_s += left_s
+        self._serve(transfer * (self.now_s - begin_s))
+
+    def _serve(self, served_s: float) -> None:
+        self.served_s += served_s
+        self.own_s = max(0.0, self.own_s - served_s)
+
+    def _arrived(self) -> None:
+        """End the transfer at the head of the queue."""
+        message = self.queue.popleft()
+        for name in message.writes:
+            if self.coming.get(name) is message:
+                del self.coming[name]
 
     def _repeat(self, loop: Loop, parts: Amounts, errors: Amounts) -> None:
-        """Run turns of a loop until the clocks repeat, relative to the compute stream. Then add all
-        remaining turns at once."""
-        tasks, free, written = self.tasks[loop.start : loop.stop], self.free, self.written
-        sends = not self.one_stream and any(task.stream == "dp" for task in tasks)
-        left = loop.times
-        before: tuple[float, ...] = (math.inf,)
+        """Run turns of a loop until the transfers under way repeat. Then add all remaining turns at
+        once."""
+        tasks, left = self.tasks[loop.start : loop.stop], loop.times
+        before = [each.left_s for each in self.queue]
         while left:
-            turn, wrong, began_s, sent_s = Amounts(), Amounts(), free["compute"], self.traffic_s
+            turn, wrong, began_s = Amounts(), Amounts(), self.now_s
+            sent_s, served_s, own_s = self.traffic_s, self.served_s, self.own_s
             for task in tasks:
                 self._step(task, turn, wrong)
-            if loop.there in written:
-                written[loop.here] = written[loop.there]
-            arrived_s = written.get(loop.there, free["compute"])
-            clocks = (free["dp"], self.own_traffic_ends, arrived_s)
-            after = tuple([clock - free["compute"] for clock in clocks]) if sends else ()
-            took_s, left = free["compute"] - began_s, left - 1
-            alike = not sends or all(
-                abs(a - b) <= 1e-12 * took_s for a, b in zip(after, before, strict=False)
-            )
-            turns, before = 1, after
-            if alike:
+            if message := self.coming.get(loop.there):
+                message.writes = (*message.writes, loop.here)
+                self.coming[loop.here] = message
+            else:
+                self.coming.pop(loop.here, None)
+            after = [each.left_s for each in self.queue]
+            took_s, left, turns = self.now_s - began_s, left - 1, 1
+            if _alike(after, before, took_s):
                 turns, left = 1 + left, 0
-                free["compute"] += (turns - 1) * took_s
-            if alike and sends:
+                self.now_s += (turns - 1) * took_s
                 self.traffic_s += (turns - 1) * (self.traffic_s - sent_s)
-                free["dp"], self.own_traffic_ends, arrived_s = [
-                    free["compute"] + at for at in after
-                ]
-                written[loop.here] = written[loop.there] = arrived_s
+                self.served_s += (turns - 1) * (self.served_s - served_s)
+                self.own_s = max(0.0, self.own_s + (turns - 1) * (self.own_s - own_s))
+            before = after
             add_all(parts, turn, turns)
             add_all(errors, wrong, turns)
+
+
+def _alike(left: list[float], others: list[float], of_s: float) -> bool:
+    """Whether the same transfers are under way, to a part in 10^12 of ``of_s``."""
+    return len(left) == len(others) and all(
+        abs(a - b) <= 1e-12 * of_s for a, b in zip(left, others, strict=True)
+    )
 
 
 class Changes(NamedTuple):

@@ -23,6 +23,7 @@ from meshwise.models import (
     Piece,
     Program,
     Task,
+    block_ops,
     blocks_of,
     device_of,
     graph,
@@ -32,7 +33,9 @@ from meshwise.models import (
 )
 from meshwise.models.apply import repeated
 from meshwise.models.shard import OVER_DATA
-from meshwise.prices import Prices
+from meshwise.prices import Estimate, Prices
+from meshwise.prices.datasheet import Beside, attainable
+from meshwise.prices.measured import in_bursts
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
     COPIES,
@@ -70,6 +73,23 @@ Layer = tuple[LayerKind, Recompute]
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 Pieces = Callable[[Task], Piece]  # the block that holds a task
 Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
+
+
+class Corrections(NamedTuple):
+    """What corrects the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces`` that
+    name these, and how much the power cap slows down the products of each (``stretch``)."""
+
+    factors: Factors
+    pieces: Pieces
+    stretch: Mapping[Piece, float]
+
+    def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
+        """Return a task's factor, and the error of its block's if there is one."""
+        piece = self.pieces(task)
+        ratio, error = self.factors.get((piece, direction_of(task.phase)), (1.0, None))
+        if in_bursts(task.op, estimate):
+            ratio *= self.stretch.get(piece, 1.0)
+        return ratio, error
 
 
 class StageKind(NamedTuple):
@@ -170,10 +190,9 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Return the seconds and bytes of a stage's actions."""
     prices.begin()
     form, stands_for = _form(kind, prices)
-    one_stream = prices.costs.cluster.device.kind == "cpu"
-    charge = _charges(prices, factors_of(kind, prices, prices.costs.dtype), form.pieces)
     program = repeated(_sized(form, kind.layout.microbatch_size), stands_for)
-    times, optimizer = run_program(program, charge, one_stream)
+    charge = _charges(prices, corrections(kind, form.pieces, prices))
+    times, optimizer = run_program(program, charge, beside_of(kind.layout, prices))
     if len(_priced) >= _MOST:
         _priced.clear()
     found = _priced[kind, prices] = _cost(kind, prices, times, optimizer)
@@ -188,7 +207,7 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 
 def pieces_of(kind: StageKind) -> Pieces:
-    """Return a function that names the block of a task, as ``factors_of`` does."""
+    """Return a function that names the block of a task, as ``Corrections`` does."""
     if isinstance(kind.model, WideResNet):
         return lambda task: piece_of(task, kind.layers)
     return lambda task: (task.part, "")
@@ -343,11 +362,46 @@ def _cost(
     )
 
 
-def factors_of(kind: StageKind, prices: Prices, dtype: Dtype) -> Factors:
-    """Return the factors of a stage's blocks, with their errors."""
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
+def corrections(kind: StageKind, pieces: Pieces, prices: Prices) -> Corrections:
+    """Return what corrects the prices of a stage's tasks."""
+    costs = prices.costs
+    device = device_of(costs.cluster, costs.lowering)
     here = {"", *(layer.form for layer in kind.layers)}
-    return {key: prices.factor(of) for key, of in blocks.items() if of.form in here}
+    blocks = {
+        key: (block, block_ops(block, device))
+        for key, block in blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype).items()
+        if block.form in here
+    }
+    both: dict[Piece, list[Op]] = {}
+    for (piece, _), (_, ops) in blocks.items():
+        both.setdefault(piece, []).extend(ops)
+    stretch = {piece: prices.stretch_of(ops) for piece, ops in both.items()}
+    factors = {
+        key: prices.factor(block, ops, stretch[key[0]]) for key, (block, ops) in blocks.items()
+    }
+    return Corrections(factors, pieces, stretch)
+
+
+def beside_of(inside: Layout, prices: Prices) -> Beside | None:
+    """Return how data-parallel messages and other work slow each other down within a pipeline rank.
+    Messages that leave the host do not share their links with tensor parallelism's."""
+    cluster, known = prices.costs.cluster, attainable().beside
+    if cluster.device.kind == "cpu":
+        return None
+    leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host
+    return msgspec.structs.replace(known, messages=1.0) if leaves else known
+
+
+def is_copy(task: Task) -> bool:
+    """Whether a task copies weights or gradients into or out of a data-parallel message."""
+    own = task.part == "dp" and task.stream == "compute"
+    return own and not isinstance(task.op, Collective)
+
+
+def copies_take(prices: Prices) -> float:
+    """Return the time of such copies over that of copies of as many bytes."""
+    by_gpu = prices.costs.cluster.device.kind != "cpu"
+    return 1 / attainable().copies.share if by_gpu else 1.0
 
 
 def direction_of(phase: str) -> str:
@@ -355,11 +409,11 @@ def direction_of(phase: str) -> str:
     return "forward" if phase == "recompute" else phase
 
 
-def _charges(prices: Prices, factors: Factors, pieces: Pieces) -> Callable[[Task], Charge]:
+def _charges(prices: Prices, correct: Corrections) -> Callable[[Task], Charge]:
     known: dict[tuple[object, ...], Charge] = {}  # equal tasks share their record
 
     def charge(task: Task) -> Charge:
-        key = (id(task.op), pieces(task), task.phase, task.stream)
+        key = (id(task.op), correct.pieces(task), task.phase, task.stream)
         found = known.get(key)
         if found is None:
             found = known[key] = priced(task)
@@ -367,9 +421,9 @@ def _charges(prices: Prices, factors: Factors, pieces: Pieces) -> Callable[[Task
 
     def priced(task: Task) -> Charge:
         estimate = prices.estimate(task.op)
-        direction = direction_of(task.phase)
-        ratio, error = factors.get((pieces(task), direction), (1.0, None))
-        group, relative = task.part + direction, estimate.error
+        ratio, error = correct.of(task, estimate)
+        group, relative = task.part + direction_of(task.phase), estimate.error
+        ratio *= copies_take(prices) if is_copy(task) else 1.0
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
             relative += error.p90 if error is not None else 0.0
@@ -382,8 +436,10 @@ def _charges(prices: Prices, factors: Factors, pieces: Pieces) -> Callable[[Task
 
 
 def _spent_on(task: Task) -> str:
+    if is_copy(task):
+        return COPIES
     if task.part == "dp" and task.stream == "compute":
-        return SUMS if isinstance(task.op, Collective) else COPIES
+        return SUMS
     if task.part == "dp":
         return WAITING
     if task.stream == "cp":

@@ -10,7 +10,7 @@ NOISY = 0.5  # median held-out error of what is too noisy to plan with
 # numbers of parameters of laws; -3: any multiple of 3
 _PARAMETERS = {"lines": 0, "cubic": 0, "alpha_beta": 2, "root": 3, "smooth": 5, "sigmoid": 9,
                "pieces": -3, "nccl": -2}  # fmt: skip
-SCHEMA_VERSION = 3  # 1 lacked how samples ran and attention's number of keys, 2 most laws
+SCHEMA_VERSION = 4  # 1 lacked how samples ran, 2 most laws, 3 the host's share of layers
 
 # Sources of a price, the best first. A transferred price is another category's (dtype, regime,
 # mask ...). A datasheet price uses no measurement of this cluster.
@@ -147,10 +147,13 @@ class Surface(Price, kw_only=True):
 
 
 class Factor(Price, kw_only=True):
-    """Measured time of a block over the sum of its operations' prices (``ratio``), and measured
-    over counted saved bytes (``saved_ratio``), both by ``Block.activation_elements``."""
+    """Corrects the sum of a block's operations' prices, products slowed down by the power cap: to
+    ``ratio`` times the sum, and no less than the ``host_s`` that the host takes to launch it
+    (``prices.measured.layer_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are by
+    ``Block.activation_elements``."""
 
     like: Block
+    host_s: NonNegativeFloat = 0.0
     activation_elements: tuple[float, ...]
     ratio: tuple[float, ...]
     saved_ratio: tuple[float, ...] = ()

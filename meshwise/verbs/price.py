@@ -185,8 +185,8 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
         device = models.device_of(costs.cluster, costs.lowering)
         ops = models.block_ops(op, device)
         parts = [prices.estimate(one) for one in ops]
-        factor, held_out = prices.factor(op)
-        time_s = factor * sum(part.time_s for part in parts)
+        factor, held_out = prices.factor(op, ops)
+        time_s = factor * prices.composed_s(ops)
         error = held_out.p90 if held_out and held_out.num_points else 0.0
         if not error:
             error = _error_of_sum(ops, parts, held_out)

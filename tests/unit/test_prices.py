@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from meshwise import models
 from meshwise.fit import calibrate
 from meshwise.fit.curves import fit_curve
-from meshwise.fit.factors import fit_factor
+from meshwise.fit.factors import fit_factors
 from meshwise.fit.laws import alpha_beta
 from meshwise.prices import Prices, in_step, times_of, unmeasured
+from meshwise.prices.datasheet import attainable
 from meshwise.spec import (
     Attention,
     Block,
@@ -182,10 +183,14 @@ def test_held_out_error_is_shown_and_true(costs):
         assert 0 < surface.held_out.median < 0.2
 
 
+def factor_of(prices, block):
+    return prices.factor(block, models.block_ops(block))
+
+
 def test_factor_carries_what_composition_misses(costs):
     assert costs.lowering == "compiled" and costs.dtype == "bf16"
     block = Block(part="layer", model=MODEL, microbatch_size=4, seq_len=1024)
-    ratio, error = Prices(costs).factor(block)
+    ratio, error = factor_of(Prices(costs), block)
     assert ratio == pytest.approx(1.25, rel=0.05)
     assert error is not None and error.num_points == 1
     assert Prices(costs).saved_ratio(block) == pytest.approx(0.8)
@@ -196,8 +201,8 @@ def test_the_nearest_measured_degree_stands_in(costs):
     block = Block(
         part="layer", model=MODEL, microbatch_size=2, seq_len=1024, tp=4, sequence_parallel=True
     )
-    assert prices.factor(block)[0] == pytest.approx(1.25, rel=0.05)
-    (note,) = prices.notes
+    assert factor_of(prices, block)[0] == pytest.approx(1.25, rel=0.05)
+    (note,) = [note for note in prices.notes if "stands in" in note and "layer" in note]
     assert re.fullmatch(
         r"no layer gpt (.*) forward bf16 tp4 sp compiled was measured; "
         r"layer gpt \1 forward bf16 tp1 compiled stands in",
@@ -208,11 +213,61 @@ def test_the_nearest_measured_degree_stands_in(costs):
 def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
     head = Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)
-    ratio, error = prices.factor(head)
+    ratio, error = factor_of(prices, head)
     assert ratio == 1.0 and error is not None and (error.p90, error.num_points) == (0.3, 0)
     assert any("no head was measured" in note for note in prices.notes)
     eager = msgspec.structs.replace(costs, lowering="eager")  # single operations ran so, too
-    assert Prices(eager).factor(head) == (1.0, None)
+    assert factor_of(Prices(eager), head) == (1.0, None)
+
+
+def timed_blocks(costs, host_s, ratio, sizes, **how):
+    """Blocks that take the host ``host_s`` and the device ``ratio`` of their operations' prices."""
+    prices = Prices(costs)
+    blocks = [
+        Block(part="layer", model=MODEL, microbatch_size=size, seq_len=1024, **how)
+        for size in sizes
+    ]
+    device_s = [
+        ratio * sum(prices.estimate(op).time_s for op in models.block_ops(b)) for b in blocks
+    ]
+    times_s = [(host_s**4 + each**4) ** 0.25 for each in device_s]
+    timed = [(sample(b, t, "compiled"), t, 5) for b, t in zip(blocks, times_s, strict=True)]
+    return timed, {"like": blocks[0], "lowering": "compiled", "runs": ()}
+
+
+def test_small_layers_take_what_the_host_takes(costs):
+    """Of four sizes the host's time is told. A layer over tp, measured at one size where the host
+    is late, is right at sixteen times that size, where it is not."""
+    bare = msgspec.structs.replace(costs, factors=())
+    host_s = 2e-3
+    alone = timed_blocks(bare, host_s, 1.1, (1, 2, 4, 8))
+    split = timed_blocks(bare, 1.5 * host_s, 1.1, (1,), tp=4, sequence_parallel=True)
+    factors = fit_factors([alone, split], Prices(bare))
+    assert [factor.host_s for factor in factors] == pytest.approx([host_s, 1.5 * host_s], rel=0.05)
+    prices = Prices(msgspec.structs.replace(bare, factors=factors))
+    ((wanted, time_s, _),), _ = timed_blocks(
+        bare, 1.5 * host_s, 1.1, (16,), tp=4, sequence_parallel=True
+    )
+    block = wanted.case.op
+    ratio, _ = factor_of(prices, block)
+    assert ratio * prices.composed_s(models.block_ops(block)) == pytest.approx(time_s, rel=0.02)
+
+
+@given(st.floats(1e-6, 1), st.floats(0, 1))
+def test_products_at_the_power_cap_leave_its_mean_power(products_s, others_s):
+    known = attainable().clocks
+    s = known.stretch("NVIDIA H200", products_s, others_s)
+    assert 1 <= s <= known.sustained["NVIDIA H200"] * (1 + 1e-9)
+    power = known.sustained["NVIDIA H200"] ** 3
+    energy = power * products_s / s**2 + known.other_power * others_s
+    if s > 1:
+        assert energy == pytest.approx(s * products_s + others_s, rel=1e-6)
+    else:
+        assert energy <= (products_s + others_s) * (1 + 1e-9)
+    assert known.stretch("NVIDIA H200", products_s, 0.0) == pytest.approx(
+        known.sustained["NVIDIA H200"]
+    )
+    assert known.stretch("another", products_s, others_s) == 1
 
 
 @pytest.mark.parametrize(("kind", "lowering"), [("cuda", "compiled"), ("cpu", "eager")])
@@ -230,14 +285,12 @@ def test_the_layer_of_another_shape_stands_in_with_an_error_that_one_ratio_canno
     shape = {"part": "layer", "model": model, "microbatch_size": 8, "seq_len": 1}
     block = Block(form="2.rest", **shape)
     composed = sum(Prices(costs).estimate(op).time_s for op in models.block_ops(block))
-    factor = fit_factor(
-        [(sample(block, 0.6 * composed, "compiled"), 0.6 * composed, 5)],
-        Prices(costs),
-        {"like": block, "lowering": "compiled", "runs": ()},
-    )
+    timed = [(sample(block, 0.6 * composed, "compiled"), 0.6 * composed, 5)]
+    about = {"like": block, "lowering": "compiled", "runs": ()}
+    (factor,) = fit_factors([(timed, about)], Prices(costs))
     prices = Prices(msgspec.structs.replace(costs, factors=(*costs.factors, factor)))
-    assert prices.factor(block)[0] == pytest.approx(0.6)
-    ratio, error = prices.factor(Block(form="0.first", **shape))
+    assert factor_of(prices, block)[0] == pytest.approx(0.6)
+    ratio, error = factor_of(prices, Block(form="0.first", **shape))
     assert ratio == pytest.approx(0.6) and error is not None and error.p90 == 0.3
     (note,) = [note for note in prices.notes if "stands in" in note and "layer" in note]
     assert note.startswith("no layer 0.first wide_resnet c64") and "; layer 2.rest" in note

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from unittest import mock
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from meshwise.models.shard import Buffer, Task
 from meshwise.options.measure import ProfileOptions
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices
+from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
@@ -25,10 +27,12 @@ from meshwise.search.simulate import Charge, Live, Spent, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import UNTIMED, StageCost
 from meshwise.spec import (
+    Attention,
     Collective,
     Decoder,
     Elementwise,
     Experts,
+    Gemm,
     Layout,
     Model,
     Plan,
@@ -59,6 +63,14 @@ EXPERTS = {
 CUTS = {
     "embed": "vocab", "qkv": "col", "out": "row", "up": "col", "down": "row", "head": "vocab",
 }  # fmt: skip
+
+
+KNOWN = attainable()
+ALONE = msgspec.structs.replace(  # as if nothing slowed anything else down
+    KNOWN,
+    beside=Beside(products=1, memory=1, messages=1, collective=1, source=""),
+    copies=msgspec.structs.replace(KNOWN.copies, share=1.0),
+)
 
 
 @pytest.fixture(scope="module")
@@ -266,22 +278,27 @@ def test_the_plan_is_the_fastest_that_fits(costs, model, limit):
 @pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
 def test_bounds_are_bounds(costs, model):
     """No prediction is below its bounds, whatever the schedule and the counts of layers; and they
-    are of some use."""
-    chance = random.Random(30)
-    for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
+    are of some use, which is seen where messages slow nothing down."""
+    chance, nearest = random.Random(30), {}
+    for (there, devices), known in itertools.product(
+        ((costs, 4), (two_hosts(costs, per_host=4), 8)), (KNOWN, ALONE)
+    ):
         prices, ratios = Prices(there), []
         layouts, _ = legal_layouts(model, WORKLOAD, there, devices)
-        for number, layout in enumerate(layouts[:: len(layouts) // 90]):
+        for number, layout in enumerate(layouts[:: len(layouts) // 60]):
             rung = ladder(layout)[number % len(ladder(layout))]
             if layout.pp > 1 and number % 2:
                 uneven = any_counts(chance, model.layers, layout.num_stages)
                 rung = msgspec.structs.replace(rung, layers=uneven)
             of = (model, WORKLOAD.seq_len, rung, prices)
-            prediction = search.predict(model, WORKLOAD, rung, prices)
-            least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
+            with mock.patch("meshwise.search.stage.attainable", return_value=known):
+                prediction = search.predict(model, WORKLOAD, rung, prices)
+                least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
             ratios.append(prediction.step_time_s / least_s)
             assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
-        assert 1 <= min(ratios) < 1.1
+        assert min(ratios) >= 1
+        nearest[devices, known is ALONE] = min(ratios)
+    assert max(nearest[4, True], nearest[8, True]) < 1.1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -516,22 +533,76 @@ def test_a_repeated_pattern_of_layers_is_priced_as_all_of_them(costs, zero, ffn)
     in_one_program(costs, msgspec.structs.replace(PATTERN, ffn=ffn), workload, layout)
 
 
-def in_one_program(costs, model, workload, layout):
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("ffn", "count"), [(64, 1), (16384, 1), (64, 2), (64, 7), (16384, 7)])
+def test_work_and_messages_slow_each_other_down(costs, zero, layers, ffn, count):
+    """One microbatch exactly. Of several, the queue of messages is known for the first three."""
+    model = msgspec.structs.replace(MODEL, layers=layers, ffn=ffn)
+    workload = Workload(global_batch_size=4 * count, seq_len=64)
+    layout = Layout(dp=4, zero=zero, num_microbatches=count)
+    in_one_program(costs, model, workload, layout, 1e-9 if count == 1 else 0.08, KNOWN)
+
+
+def in_one_program(costs, model, workload, layout, within=1e-9, known=ALONE):
     """Compare a prediction with a walk through every task of every layer and microbatch."""
     words = layout.recomputed(model.layers)
     graph = models.graph(model, 1, workload.seq_len, "bf16", recompute=words)
     program = models.program_of(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
-    prediction = search.predict(model, workload, layout, prices)
-    free, written = {"compute": 0.0, "dp": 0.0}, {}
-    for job in program.tasks:
-        start = max([free[job.stream], *(written.get(name, 0.0) for name in job.reads)])
-        start = max(start, *free.values()) if job.phase == "optimizer" else start
-        free[job.stream] = start + prices.estimate(job.op).time_s
-        written.update(dict.fromkeys(job.writes, free[job.stream]))
-    assert prediction.step_time_s == pytest.approx(max(free.values()), rel=1e-9)
+    with mock.patch("meshwise.search.stage.attainable", return_value=known):
+        prediction = search.predict(model, workload, layout, prices)
+    step = [job for job in program.tasks if job.phase != "optimizer"]
+    optimizer = [job for job in program.tasks if job.phase == "optimizer"]
+    wanted = sum(two_streams_s(tasks, prices, known) for tasks in (step, optimizer))
+    assert prediction.step_time_s == pytest.approx(wanted, rel=within)
     assert prediction.peak_memory_bytes == pytest.approx(peak_bytes(program))
+
+
+def two_streams_s(tasks, prices, known):
+    """Walk through time. Each stream runs its tasks in order, at the speed the other leaves it. A
+    message starts when the work before it is done."""
+    left, written = (
+        {},
+        {x for job in tasks for x in job.reads} - {x for job in tasks for x in job.writes},
+    )
+    streams = {name: [job for job in tasks if job.stream == name] for name in ("compute", "dp")}
+
+    def seconds(job):
+        is_copy = job.part == "dp" and job.stream == "compute" and isinstance(job.op, Elementwise)
+        return prices.estimate(job.op).time_s / (known.copies.share if is_copy else 1)
+
+    work: set[int] = set()
+    before = {}
+    for job in tasks:
+        before[job.name, job.phase] = {*work}
+        work |= {id(job)} if job.stream == "compute" else set()
+    now = 0.0
+    while any(streams.values()):
+        running = {
+            name: jobs[0]
+            for name, jobs in streams.items()
+            if jobs and written.issuperset(jobs[0].reads)
+            if name == "compute"
+            or not before[jobs[0].name, jobs[0].phase] & {*map(id, streams["compute"])}
+        }
+        speed = dict.fromkeys(running, 1.0)
+        if len(running) == 2:
+            is_product = isinstance(running["compute"].op, Gemm | Attention)
+            speed["compute"] = known.beside.products if is_product else known.beside.memory
+            speed["dp"] = known.beside.collective
+        for name, job in running.items():
+            left.setdefault(name, seconds(job))
+        took = min(left[name] / speed[name] for name in running)
+        now += took
+        for name, job in running.items():
+            left[name] -= took * speed[name]
+            if left[name] <= 1e-12 * took:
+                del left[name]
+                streams[name].pop(0)
+                written.update(job.writes)
+    return now
 
 
 def test_memory_falls_with_zero_and_grows_with_the_microbatch(costs):
@@ -803,13 +874,19 @@ def test_two_streams_overlap_and_waiting_is_counted():
     def charge(t):
         return Charge(seconds[t.name], t.name, "group", 0.1)
 
-    (action,), optimizer = run_program(program, charge, one_stream=False)
+    (action,), optimizer = run_program(program, charge, ALONE.beside)
     assert action.time_s == 6 and optimizer.time_s == 1
     assert action.parts == {"data-parallel communication (exposed)": 1, "a": 3, "b": 2}
     assert (action.traffic_s, action.lag_s) == (9, 5)
     assert action.errors["group"] == pytest.approx(0.4)
-    (action,), _ = run_program(program, charge, one_stream=True)
+    (action,), _ = run_program(program, charge, None)
     assert action.time_s == 14 and action.traffic_s == 0 and action.lag_s <= 0
+    # a at half speed takes 6, while three quarters of the gather (4) are done: 1 is left, and waits
+    slowed = Beside(products=1, memory=0.5, messages=1, collective=0.5, source="")
+    (action,), _ = run_program(program, charge, slowed)
+    slower = "work slowed down by data-parallel communication"
+    assert action.parts == {"data-parallel communication (exposed)": 1, "a": 3, slower: 3, "b": 2}
+    assert (action.time_s, action.lag_s) == (9, 5)
 
 
 @given(
