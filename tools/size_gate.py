@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_246,
     "probe": 6_328,
     "reshard": 5_094,
-    "search": 2_700,
+    "search": 2_711,
     "spec": 2_994,
     "suites": 1_003,
     "verbs": 4_150,
