@@ -102,7 +102,7 @@ class Beside(Record, kw_only=True):
 
 
 class Clocks(Record, kw_only=True):
-    """How much longer products take once the power cap has lowered the clocks.
+    """The slowdown of products once the power cap has lowered the clocks.
 
     ``sustained``: seconds of products in a row for long, over their seconds in a burst, by device;
     1 for others. ``other_power``: the power of other work, of the cap.

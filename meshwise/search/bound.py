@@ -8,7 +8,7 @@ stages before its first stage, and ends before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-With a split backward B_s is dropped, since a W may come last. Traffic of the first rank: no
+With a split backward B_s is dropped, since a W may come last. DataTraffic of the first rank: no
 schedule hides the root's gather, which comes first, or its reduction, which comes last. Queued
 messages take at least the sum of their times, and slow down the work beside them.
 
@@ -32,16 +32,9 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
+from meshwise.search.charges import beside_of, copies_take, is_copy
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
-from meshwise.search.stage import (
-    Layer,
-    StageKind,
-    beside_of,
-    copies_take,
-    graph_of,
-    is_copy,
-    stage_cost,
-)
+from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
 from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
@@ -65,7 +58,7 @@ class LayerWork(NamedTuple):
         return LayerWork(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
 
-class Traffic(NamedTuple):
+class DataTraffic(NamedTuple):
     """Seconds of data parallelism in a step of one microbatch: of its messages, and of the copies
     on the compute stream that these need."""
 
@@ -73,8 +66,8 @@ class Traffic(NamedTuple):
     reductions_s: float = 0.0
     copies_s: float = 0.0
 
-    def plus(self, other: "Traffic", times: int = 1) -> "Traffic":
-        return Traffic(*[mine + times * its for mine, its in zip(self, other, strict=True)])
+    def plus(self, other: "DataTraffic", times: int = 1) -> "DataTraffic":
+        return DataTraffic(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
 
 class End(Record):
@@ -146,14 +139,14 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
     return max(exposed_s, in_a_row_s, slowed_s)
 
 
-def _added_up(several: list[tuple[Traffic, int]]) -> Traffic:
-    total = Traffic()
+def _added_up(several: list[tuple[DataTraffic, int]]) -> DataTraffic:
+    total = DataTraffic()
     for each, number in several:
         total = total.plus(each, number)
     return total
 
 
-def _sent_s(sent: Traffic, layout: Layout) -> float:
+def _sent_s(sent: DataTraffic, layout: Layout) -> float:
     """Return the seconds of a step's messages, from those of a step of one microbatch."""
     gathers = layout.num_microbatches if layout.zero == 3 else 1
     reductions = layout.num_microbatches if layout.zero >= 2 else 1
@@ -353,7 +346,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 @lru_cache(maxsize=4096)
 def _traffic(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
-) -> tuple[Traffic, Traffic]:
+) -> tuple[DataTraffic, DataTraffic]:
     """Return the traffic of a layer, and of the root."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
@@ -368,7 +361,7 @@ def _traffic(
         time_s = prices.estimate(task.op).time_s * (copies_take(prices) if what == "copy" else 1)
         seconds[task.name.startswith("root."), what] += time_s
     layer, root = (
-        Traffic(*[seconds[of_root, what] for what in ("gather", "reduction", "copy")])
+        DataTraffic(*[seconds[of_root, what] for what in ("gather", "reduction", "copy")])
         for of_root in (False, True)
     )
     return layer, root

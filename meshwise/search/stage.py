@@ -11,7 +11,7 @@ Tasks of a measured block cost their price times the block's factor. Recomputed 
 same as in the forward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from meshwise.models import (
     Piece,
     Program,
     Task,
-    block_ops,
     blocks_of,
     device_of,
     graph,
@@ -32,17 +31,10 @@ from meshwise.models import (
     saved_activation_bytes,
 )
 from meshwise.models.apply import repeated
-from meshwise.models.shard import OVER_DATA
-from meshwise.prices import Estimate, Prices
-from meshwise.prices.datasheet import Beside, attainable
-from meshwise.prices.measured import in_bursts
+from meshwise.prices import Prices
 from meshwise.schedule import Kind
+from meshwise.search.charges import Pieces, beside_of, charges, corrections
 from meshwise.search.simulate import (
-    COPIES,
-    SHARING,
-    SUMS,
-    WAITING,
-    Charge,
     Live,
     Moments,
     Spent,
@@ -53,10 +45,9 @@ from meshwise.search.simulate import (
 from meshwise.spec import (
     TIERS,
     AnyModel,
-    Collective,
+    Block,
     Costs,
     Elementwise,
-    HeldOut,
     LayerKind,
     Layout,
     Op,
@@ -71,25 +62,6 @@ from meshwise.spec.op import Dtype
 _MOST = 8192  # stages whose costs are kept
 Layer = tuple[LayerKind, Recompute]
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
-Pieces = Callable[[Task], Piece]  # the block that holds a task
-Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
-
-
-class Corrections(NamedTuple):
-    """What corrects the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces`` that
-    name these, and how much the power cap slows down the products of each (``stretch``)."""
-
-    factors: Factors
-    pieces: Pieces
-    stretch: Mapping[Piece, float]
-
-    def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
-        """Return a task's factor, and the error of its block's if there is one."""
-        piece = self.pieces(task)
-        ratio, error = self.factors.get((piece, direction_of(task.phase)), (1.0, None))
-        if in_bursts(task.op, estimate):
-            ratio *= self.stretch.get(piece, 1.0)
-        return ratio, error
 
 
 class StageKind(NamedTuple):
@@ -191,7 +163,7 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     prices.begin()
     form, stands_for = _form(kind, prices)
     program = repeated(_sized(form, kind.layout.microbatch_size), stands_for)
-    charge = _charges(prices, corrections(kind, form.pieces, prices))
+    charge = charges(corrections(blocks_in(kind, prices.costs.dtype), form.pieces, prices), prices)
     times, optimizer = run_program(program, charge, beside_of(kind.layout, prices))
     if len(_priced) >= _MOST:
         _priced.clear()
@@ -204,6 +176,13 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
     """Return the stage's costs, without seconds if it was never priced. No operation needs a
     price."""
     return _priced.get((kind, prices)) or _cost(kind, prices)
+
+
+def blocks_in(kind: StageKind, dtype: Dtype) -> dict[tuple[Piece, str], Block]:
+    """Return the blocks of a stage by piece and direction."""
+    here = {"", *(layer.form for layer in kind.layers)}
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
+    return {key: block for key, block in blocks.items() if block.form in here}
 
 
 def pieces_of(kind: StageKind) -> Pieces:
@@ -360,96 +339,6 @@ def _cost(
         notes=tuple(prices.notes),
         tier=prices.tier,
     )
-
-
-def corrections(kind: StageKind, pieces: Pieces, prices: Prices) -> Corrections:
-    """Return what corrects the prices of a stage's tasks."""
-    costs = prices.costs
-    device = device_of(costs.cluster, costs.lowering)
-    here = {"", *(layer.form for layer in kind.layers)}
-    blocks = {
-        key: (block, block_ops(block, device))
-        for key, block in blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype).items()
-        if block.form in here
-    }
-    both: dict[Piece, list[Op]] = {}
-    for (piece, _), (_, ops) in blocks.items():
-        both.setdefault(piece, []).extend(ops)
-    stretch = {piece: prices.stretch_of(ops) for piece, ops in both.items()}
-    factors = {
-        key: prices.factor(block, ops, stretch[key[0]]) for key, (block, ops) in blocks.items()
-    }
-    return Corrections(factors, pieces, stretch)
-
-
-def beside_of(inside: Layout, prices: Prices) -> Beside | None:
-    """Return how data-parallel messages and other work slow each other down within a pipeline rank.
-    Messages that leave the host do not share their links with tensor parallelism's."""
-    cluster, known = prices.costs.cluster, attainable().beside
-    if cluster.device.kind == "cpu":
-        return None
-    leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host
-    return msgspec.structs.replace(known, messages=1.0) if leaves else known
-
-
-def is_copy(task: Task) -> bool:
-    """Whether a task copies weights or gradients into or out of a data-parallel message."""
-    own = task.part == "dp" and task.stream == "compute"
-    return own and not isinstance(task.op, Collective)
-
-
-def copies_take(prices: Prices) -> float:
-    """Return the time of such copies over that of copies of as many bytes."""
-    by_gpu = prices.costs.cluster.device.kind != "cpu"
-    return 1 / attainable().copies.share if by_gpu else 1.0
-
-
-def direction_of(phase: str) -> str:
-    """Return the direction whose factor applies: recomputed tasks run as in the forward pass."""
-    return "forward" if phase == "recompute" else phase
-
-
-def _charges(prices: Prices, correct: Corrections) -> Callable[[Task], Charge]:
-    known: dict[tuple[object, ...], Charge] = {}  # equal tasks share their record
-
-    def charge(task: Task) -> Charge:
-        key = (id(task.op), correct.pieces(task), task.phase, task.stream)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = priced(task)
-        return found
-
-    def priced(task: Task) -> Charge:
-        estimate = prices.estimate(task.op)
-        ratio, error = correct.of(task, estimate)
-        group, relative = task.part + direction_of(task.phase), estimate.error
-        ratio *= copies_take(prices) if is_copy(task) else 1.0
-        if error is None or error.num_points == 0:
-            group = type(task.op).__name__
-            relative += error.p90 if error is not None else 0.0
-        else:
-            relative = error.p90
-        time_s = estimate.time_s * ratio
-        return Charge(time_s, _spent_on(task), group, time_s * relative)
-
-    return charge
-
-
-def _spent_on(task: Task) -> str:
-    if is_copy(task):
-        return COPIES
-    if task.part == "dp" and task.stream == "compute":
-        return SUMS
-    if task.part == "dp":
-        return WAITING
-    if task.stream == "cp":
-        return SHARING
-    if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
-        return "sums over data ranks"
-    if isinstance(task.op, Collective):
-        to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
-        return f"{'expert' if to_experts else 'tensor'}-parallel communication"
-    return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
 
 
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:

@@ -291,7 +291,7 @@ def test_bounds_are_bounds(costs, model):
                 uneven = any_counts(chance, model.layers, layout.num_stages)
                 rung = msgspec.structs.replace(rung, layers=uneven)
             of = (model, WORKLOAD.seq_len, rung, prices)
-            with mock.patch("meshwise.search.stage.attainable", return_value=known):
+            with mock.patch("meshwise.search.charges.attainable", return_value=known):
                 prediction = search.predict(model, WORKLOAD, rung, prices)
                 least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
             ratios.append(prediction.step_time_s / least_s)
@@ -551,7 +551,7 @@ def in_one_program(costs, model, workload, layout, within=1e-9, known=ALONE):
     program = models.program_of(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
-    with mock.patch("meshwise.search.stage.attainable", return_value=known):
+    with mock.patch("meshwise.search.charges.attainable", return_value=known):
         prediction = search.predict(model, workload, layout, prices)
     step = [job for job in program.tasks if job.phase != "optimizer"]
     optimizer = [job for job in program.tasks if job.phase == "optimizer"]

@@ -1,0 +1,128 @@
+"""Charge a stage's tasks: the price of each operation, corrected by what steps add to it.
+
+A block that was measured corrects its operations (``Prices.factor``). The power cap slows products
+down, by the mix of each block's forward and backward. FSDP2's copies are slower than other copies.
+What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from meshwise.models import Piece, Task, block_ops, device_of
+from meshwise.models.shard import OVER_DATA
+from meshwise.prices import Estimate, Prices
+from meshwise.prices.datasheet import Beside, attainable
+from meshwise.prices.measured import in_bursts
+from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
+from meshwise.spec import Block, Collective, HeldOut, Layout, Op
+
+Pieces = Callable[[Task], Piece]  # the block that holds a task
+Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
+
+
+class Corrections(NamedTuple):
+    """Corrections of the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces`` that
+    name these, and how much the power cap slows down the products of each (``stretch``)."""
+
+    factors: Factors
+    pieces: Pieces
+    stretch: Mapping[Piece, float]
+
+    def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
+        """Return a task's factor, and the error of its block's if there is one."""
+        piece = self.pieces(task)
+        ratio, error = self.factors.get((piece, direction_of(task.phase)), (1.0, None))
+        if in_bursts(task.op, estimate):
+            ratio *= self.stretch.get(piece, 1.0)
+        return ratio, error
+
+
+def corrections(
+    blocks: Mapping[tuple[Piece, str], Block], pieces: Pieces, prices: Prices
+) -> Corrections:
+    """Return what corrects the prices of a stage's tasks. ``blocks``: those in it, by piece and
+    direction."""
+    device = device_of(prices.costs.cluster, prices.costs.lowering)
+    ops = {key: block_ops(block, device) for key, block in blocks.items()}
+    both: dict[Piece, list[Op]] = {}
+    for piece, direction in blocks:
+        both.setdefault(piece, []).extend(ops[piece, direction])
+    stretch = {piece: prices.stretch_of(each) for piece, each in both.items()}
+    factors = {
+        key: prices.factor(block, ops[key], stretch[key[0]]) for key, block in blocks.items()
+    }
+    return Corrections(factors, pieces, stretch)
+
+
+def beside_of(inside: Layout, prices: Prices) -> Beside | None:
+    """Return how data-parallel messages and other work slow each other down within a pipeline rank.
+    Messages that leave the host do not share their links with tensor parallelism's."""
+    cluster, known = prices.costs.cluster, attainable().beside
+    if cluster.device.kind == "cpu":
+        return None
+    leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host
+    return msgspec.structs.replace(known, messages=1.0) if leaves else known
+
+
+def is_copy(task: Task) -> bool:
+    """Whether a task copies weights or gradients into or out of a data-parallel message."""
+    own = task.part == "dp" and task.stream == "compute"
+    return own and not isinstance(task.op, Collective)
+
+
+def copies_take(prices: Prices) -> float:
+    """Return the time of such copies over that of copies of as many bytes."""
+    by_gpu = prices.costs.cluster.device.kind != "cpu"
+    return 1 / attainable().copies.share if by_gpu else 1.0
+
+
+def direction_of(phase: str) -> str:
+    """Return the direction whose factor applies: recomputed tasks run as in the forward pass."""
+    return "forward" if phase == "recompute" else phase
+
+
+def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
+    """Return a function that gives a task's seconds, what they count as, and their error."""
+    known: dict[tuple[object, ...], Charge] = {}  # equal tasks share their record
+
+    def charge(task: Task) -> Charge:
+        key = (id(task.op), correct.pieces(task), task.phase, task.stream)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = priced(task)
+        return found
+
+    def priced(task: Task) -> Charge:
+        estimate = prices.estimate(task.op)
+        ratio, error = correct.of(task, estimate)
+        group, relative = task.part + direction_of(task.phase), estimate.error
+        ratio *= copies_take(prices) if is_copy(task) else 1.0
+        if error is None or error.num_points == 0:
+            group = type(task.op).__name__
+            relative += error.p90 if error is not None else 0.0
+        else:
+            relative = error.p90
+        time_s = estimate.time_s * ratio
+        return Charge(time_s, spent_on(task), group, time_s * relative)
+
+    return charge
+
+
+def spent_on(task: Task) -> str:
+    """Return the part of a step that a task's seconds count as."""
+    if is_copy(task):
+        return COPIES
+    if task.part == "dp" and task.stream == "compute":
+        return SUMS
+    if task.part == "dp":
+        return WAITING
+    if task.stream == "cp":
+        return SHARING
+    if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
+        return "sums over data ranks"
+    if isinstance(task.op, Collective):
+        to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
+        return f"{'expert' if to_experts else 'tensor'}-parallel communication"
+    return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
