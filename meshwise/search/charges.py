@@ -23,8 +23,8 @@ Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece a
 
 
 class Corrections(NamedTuple):
-    """Corrections of the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces`` that
-    name these, and how much the power cap slows down the products of each (``stretch``)."""
+    """Corrections of the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces``
+    that name these, and how much the power cap slows down the products of each (``stretch``)."""
 
     factors: Factors
     pieces: Pieces
