@@ -31,6 +31,7 @@ from meshwise.models import (
     saved_activation_bytes,
 )
 from meshwise.models.apply import repeated
+from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.charges import Pieces, beside_of, charges, corrections
@@ -367,8 +368,9 @@ def _corrected(
     -2 for a factor of 1, or -1 for 0.
 
     A block's forward results that backward reads take the measured ratio. Compiled code never
-    writes the result that one elementwise operation passes to the next: its factor is 0. Buffers
-    that all microbatches share belong to data parallelism: their factor is 1.
+    writes the result that one elementwise operation passes to the next: its factor is 0. It
+    does write what a split loss reads again behind a collective. Buffers that all microbatches
+    share belong to data parallelism: their factor is 1.
     """
     stop = max([span.stop for span in program.actions if span.microbatch == 0])
     writers, readers = dict[str, Task](), dict[str, list[Task]]()
@@ -379,6 +381,7 @@ def _corrected(
             readers.setdefault(name, []).append(task)
     found: dict[Piece, int] = {}
     as_counted, nothing = -2, -1
+    apart = {f"{name}.{more}" for name, more in SPLIT_LOSS.items()}
 
     @cache
     def of_first(name: str) -> int:
@@ -387,7 +390,7 @@ def _corrected(
             return as_counted
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):
             return found.setdefault(pieces(writer), len(found))
-        if not compiled or not isinstance(writer.op, Elementwise):
+        if not compiled or not isinstance(writer.op, Elementwise) or writer.name in apart:
             return as_counted
         place = (writer.part, writer.phase)
         within = all(
