@@ -32,6 +32,8 @@ class Corrections(NamedTuple):
 
     def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
         """Return a task's factor, and the error of its block's if there is one."""
+        if _is_over_data(task):  # no measured block has it
+            return 1.0, None
         piece = self.pieces(task)
         ratio, error = self.factors.get((piece, direction_of(task.phase)), (1.0, None))
         if in_bursts(task.op, estimate):
@@ -120,9 +122,14 @@ def spent_on(task: Task) -> str:
         return WAITING
     if task.stream == "cp":
         return SHARING
-    if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
+    if _is_over_data(task):
         return "sums over data ranks"
     if isinstance(task.op, Collective):
         to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
         return f"{'expert' if to_experts else 'tensor'}-parallel communication"
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
+
+
+def _is_over_data(task: Task) -> bool:
+    """Whether a task sums statistics of all data ranks within a layer, as norms of images do."""
+    return task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp"))
