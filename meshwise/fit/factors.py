@@ -14,6 +14,7 @@ for backward: a compiler's partitioner makes its own choice.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,7 @@ import numpy as np
 from meshwise.fit.curves import held_out
 from meshwise.models import block_ops, device_of, saved_block_bytes
 from meshwise.prices import Prices
-from meshwise.prices.measured import SHARP, layer_s
+from meshwise.prices.measured import SHARP, slower_s
 from meshwise.spec import Block, Factor, Sample
 
 _FEWEST = 3  # sizes that tell the host from the device
@@ -43,8 +44,14 @@ def fit_factors(
     groups: Sequence[tuple[Sequence[tuple[Sample, float, int]], dict[str, Any]]], prices: Prices
 ) -> tuple[Factor, ...]:
     """Fit a factor to each group: samples of blocks, each with its expected time and number of
-    timings, and the fields of its ``Price``."""
-    sizes = [_sizes(samples, prices) for samples, _ in groups]
+    timings, and the fields of its ``Price``. A block of which an operation has no price, as a
+    message that was never measured, has none."""
+    sizes, kept = list[_Sizes](), []
+    for samples, about in groups:
+        with suppress(ValueError):
+            sizes.append(_sizes(samples, prices))
+            kept.append((samples, about))
+    groups = kept
     by_host = prices.costs.cluster.device.kind != "cpu"  # a CPU launches nothing: it computes
     known: dict[Block, float] = {}
     hosts = [0.0] * len(groups)
@@ -106,7 +113,7 @@ def _factor(of: _Sizes, host_s: float, about: dict[str, Any]) -> Factor:
         float(np.interp(np.log(x[i]), np.log(np.delete(x, i)), np.delete(ratio, i))) for i in inner
     ]
     predicted = [
-        layer_s(host_s, each * at) for each, at in zip(left_out, of.composed_s[1:-1], strict=True)
+        slower_s(host_s, each * at) for each, at in zip(left_out, of.composed_s[1:-1], strict=True)
     ]
     return Factor(
         host_s=host_s,

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from meshwise.prices.datasheet import Datasheet, attainable
-from meshwise.prices.key import Category, How, Key, how, in_step, op_key, size
+from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
     TIERS,
@@ -50,7 +50,8 @@ AS_COPIES = "element-wise work that was not measured itself is priced as copies 
 TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
 MOST_BEYOND = 256  # times the largest measured size
 NEIGHBOURS = 4
-SHARP = 4  # where host and device take equally long, a layer takes 19 % longer than either
+SHARP = 4  # where two limits are equal, work takes 19 % longer than either
+UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
 # The relative error that each difference between a category and its stand-in adds. The values of
@@ -203,7 +204,26 @@ class Prices:
         except ValueError as lacking:
             raise ValueError(f"no price for {name}; {MEASURE} ({lacking})") from None
         note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
+        if isinstance(op, Collective) and (near := self._of_other_ranks(name, op)):
+            time_s = slower_s(min(near.time_s), time_s)
+            note += f", and the least time of {name_of(near, self.costs.cluster)}"
+            note += ", unsure below 64 MiB" if op.size_bytes < UNSURE_BYTES else ""
         return Estimate(time_s, error, "datasheet", note)
+
+    def _of_other_ranks(self, name: str, op: Collective) -> Curve | None:
+        """Return the curve of the same collective among other ranks over the same outermost links,
+        of as near a number of them as there is."""
+        wanted = {key: word for key, word in self._key(op).category if key != "group"}
+        group = dict(self._key(op).category)["group"]
+        found: list[tuple[float, Curve]] = []
+        for category, price in self.known.items():
+            words = dict(category)
+            theirs = words.pop("group", "")
+            if words == wanted and isinstance(price, Curve):
+                (count, links), (others, their_links) = _outermost(group), _outermost(theirs)
+                if links == their_links:
+                    found.append((abs(math.log(count / others)), price))
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _too_far(self, op: Collective, where: str) -> Estimate:
         """Price a message too far beyond all knots by the data sheet, or raise a ValueError."""
@@ -344,7 +364,7 @@ class Prices:
         assert isinstance(found, Factor)
         composed_s = self.composed_s(ops, stretch)
         ratio = _at_size(found, found.ratio, block)
-        return layer_s(found.host_s, ratio * composed_s) / composed_s, held_out
+        return slower_s(found.host_s, ratio * composed_s) / composed_s, held_out
 
     def _spread(self, category: Category) -> HeldOut:
         """Return how much ratios of this part, model and direction differ: a stand-in's error."""
@@ -372,10 +392,16 @@ def in_bursts(op: Op, estimate: Estimate) -> bool:
     return isinstance(op, Shaped) and estimate.source != "datasheet"
 
 
-def layer_s(host_s: float, device_s: float) -> float:
-    """Return the seconds of a layer whose kernels the host launches in ``host_s`` and the device
-    runs in ``device_s``: the longer of the two, and somewhat more where they are near."""
-    return float((host_s**SHARP + device_s**SHARP) ** (1 / SHARP))
+def slower_s(one_s: float, other_s: float) -> float:
+    """Return the seconds of work that two limit, as the host's launches and the device: the longer
+    of the two, and somewhat more where they are near."""
+    return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
+
+
+def _outermost(group: str) -> tuple[int, str]:
+    """Return the ranks of a group over its outermost links, and the name of these."""
+    count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
+    return int(count), links
 
 
 def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:

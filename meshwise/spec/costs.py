@@ -149,8 +149,8 @@ class Surface(Price, kw_only=True):
 class Factor(Price, kw_only=True):
     """Corrects the sum of a block's operations' prices, products slowed down by the power cap: to
     ``ratio`` times the sum, and no less than the ``host_s`` that the host takes to launch it
-    (``prices.measured.layer_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are by
-    ``Block.activation_elements``."""
+    (``prices.measured.slower_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are
+    by ``Block.activation_elements``."""
 
     like: Block
     host_s: NonNegativeFloat = 0.0

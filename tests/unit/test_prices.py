@@ -253,6 +253,39 @@ def test_small_layers_take_what_the_host_takes(costs):
     assert ratio * prices.composed_s(models.block_ops(block)) == pytest.approx(time_s, rel=0.02)
 
 
+def test_blocks_whose_messages_have_no_price_have_no_factor(costs):
+    curves = tuple(curve for curve in costs.curves if not isinstance(curve.like, Collective))
+    bare = msgspec.structs.replace(costs, curves=curves, factors=())
+    alone = timed_blocks(bare, 1e-3, 1.1, (1, 2, 4))
+    split = timed_blocks(costs, 1e-3, 1.1, (1,), tp=2)
+    assert [factor.like.tp for factor in fit_factors([split, alone], Prices(bare))] == [1]
+
+
+def test_a_group_of_other_ranks_starts_as_late_and_runs_at_the_data_sheets_rate(costs):
+    """A group of 4 was measured, of 8 not: small messages take what the smallest of 4 take."""
+    cluster = msgspec.structs.replace(
+        CLUSTER,
+        num_devices_per_host=8,
+        tiers=(Tier(name="nvlink", num_devices=8, bytes_per_s=450e9),),
+    )
+    there = msgspec.structs.replace(costs, cluster=cluster)
+    (known,) = [
+        curve for curve in costs.curves
+        if getattr(curve.like, "kind", "") == "all_gather" and curve.like.group_size == 4
+    ]  # fmt: skip
+    prices, sheet = Prices(there, datasheet=True), Prices(unmeasured(cluster), datasheet=True)
+
+    def gather(size):
+        return msgspec.structs.replace(known.like, group_size=8, size_bytes=size)
+
+    small, large = prices.estimate(gather(2**10)), prices.estimate(gather(2**30))
+    assert small.time_s == pytest.approx(min(known.time_s), rel=0.2)
+    assert large.time_s == pytest.approx(sheet.estimate(gather(2**30)).time_s, rel=0.05)
+    assert small.source == large.source == "datasheet"
+    (note,) = [note for note in prices.notes if "below 64 MiB" in note]
+    assert "the least time of all_gather 4 by nvlink" in note
+
+
 @given(st.floats(1e-6, 1), st.floats(0, 1))
 def test_products_at_the_power_cap_leave_its_mean_power(products_s, others_s):
     known = attainable().clocks
