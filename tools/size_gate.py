@@ -19,7 +19,7 @@ ROOMS = {
     "options": 975,
     "pages": 6_043,
     "parallel": 3_184,
-    "prices": 1_272,
+    "prices": 1_298,
     "probe": 6_328,
     "reshard": 5_094,
     "search": 2_721,
