@@ -131,6 +131,17 @@ class Clocks(Record, kw_only=True):
         return s
 
 
+class Host(Record, kw_only=True):
+    """Seconds that the host takes to launch an operation that is not compiled; a compiled layer,
+    forward or backward; and more for each message in such a layer."""
+
+    launch_s: PositiveFloat
+    forward_s: PositiveFloat
+    backward_s: PositiveFloat
+    message_s: PositiveFloat
+    source: str
+
+
 class Overhead(Record, kw_only=True):
     """Memory that is used on a device outside the allocator."""
 
@@ -154,6 +165,7 @@ class Attainable(Record, kw_only=True):
     beside: Beside
     copies: PeakShare
     clocks: Clocks
+    host: Host
     overhead: Overhead
 
 

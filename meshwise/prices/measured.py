@@ -328,6 +328,18 @@ class Prices:
         name = self.costs.cluster.device.name
         return attainable().clocks.stretch(name, products_s, others_s)
 
+    def host_s(self, block: Block, ops: Sequence[Op]) -> float:
+        """Return the seconds that a host usually takes to launch a block; 0 on CPUs, which launch
+        nothing."""
+        if self.costs.cluster.device.kind == "cpu":
+            return 0.0
+        known = attainable().host
+        if self.costs.lowering == "eager":
+            return known.launch_s * len(ops)
+        messages = sum(isinstance(op, Collective) for op in ops)
+        layer_s = known.forward_s if block.direction == "forward" else known.backward_s
+        return layer_s + messages * known.message_s
+
     def composed_s(self, ops: Sequence[Op], stretch: float | None = None) -> float:
         """Return the seconds of operations one after the other, products slowed down by
         ``stretch``, by default that of these operations alone."""
@@ -348,8 +360,10 @@ class Prices:
         """Return the time of a block over ``composed_s`` of its operations ``ops``; 1 if none like
         it was measured. If nothing at all was, return the ratio of language models' layers
         elsewhere (images: 1)."""
+        composed_s, host_s = self.composed_s(ops, stretch), self.host_s(block, ops)
         if self.datasheet is not None and self.nothing_measured:
-            return (1.0 if block.form else self.datasheet.known.block.ratio), None
+            ratio = 1.0 if block.form else self.datasheet.known.block.ratio
+            return slower_s(host_s, ratio * composed_s) / composed_s, None
         key = self._key(block)
         found, held_out = self.known.get(key.category), None
         if isinstance(found, Factor):
@@ -360,9 +374,9 @@ class Prices:
             self._sources.add("transferred")
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            return 1.0, UNTRIED if self.costs.lowering == "compiled" else None
+            untried = UNTRIED if self.costs.lowering == "compiled" else None
+            return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
-        composed_s = self.composed_s(ops, stretch)
         ratio = _at_size(found, found.ratio, block)
         return slower_s(found.host_s, ratio * composed_s) / composed_s, held_out
 

@@ -214,10 +214,16 @@ def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
     head = Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)
     ratio, error = factor_of(prices, head)
-    assert ratio == 1.0 and error is not None and (error.p90, error.num_points) == (0.3, 0)
+    composed_s = prices.composed_s(models.block_ops(head))
+    host_s = attainable().host.forward_s
+    assert ratio * composed_s == pytest.approx((host_s**4 + composed_s**4) ** 0.25)
+    assert error is not None and (error.p90, error.num_points) == (0.3, 0)
     assert any("no head was measured" in note for note in prices.notes)
     eager = msgspec.structs.replace(costs, lowering="eager")  # single operations ran so, too
-    assert factor_of(Prices(eager), head) == (1.0, None)
+    ratio, error = factor_of(Prices(eager), head)
+    host_s = attainable().host.launch_s * len(models.block_ops(head))
+    assert ratio * composed_s == pytest.approx((host_s**4 + composed_s**4) ** 0.25)
+    assert error is None
 
 
 def timed_blocks(costs, host_s, ratio, sizes, **how):
