@@ -3,7 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, Content, File, Flag, Memory, Models, Range, Started, Time
+from meshwise.options import (
+    PYTHON,
+    Content,
+    File,
+    Flag,
+    Memory,
+    Models,
+    Range,
+    Shape,
+    Started,
+    Time,
+)
 from meshwise.options.models import DECODERS, MODELS
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
@@ -67,6 +78,11 @@ class GemmOptions(MeasureOptions):
     "How products are called; cold by default. sustained lasts --sustain."
     gradients: Annotated[bool, PYTHON] = True
     "Also the products of the backward."
+    shape: tuple[Shape, ...] = ()
+    (
+        "Products as M,N,K, each a number or START:STOP:STEP (without STOP), as "
+        "4096:8192:1024,4096,4096; may be repeated."
+    )
     square: Annotated[tuple[int, ...], Range(1)] = ()
     "Sides of square products."
     skinny: bool = False

@@ -84,6 +84,8 @@ def test_every_verb_can_print_json(verb, capsys):
     [
         ("gemm --square 128,256 --dtypes=fp32,bf16",
          "gemm --square 128 --square 256 --dtypes fp32 --dtypes bf16"),
+        ("gemm --shape 64:256:64,32,128 --shape 8,8,8",
+         "gemm --shape 64,32,128 --shape 128,32,128 --shape 192,32,128 --shape 8,8,8"),
         ("gemm --model gpt-30m,gpt-125m --microbatch_size 1,2",
          "gemm --model gpt-30m --model gpt-125m --microbatch-size 1 --microbatch-size 2"),
         ("attention --seq_len 64,128 --backend flash,math",
@@ -137,6 +139,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure ring --verify --dry-run", "--dry-run and --verify: give one of them"),
         ("measure everything", "everything: not understood here; --help lists what is"),
         ("measure gemm --colour red", "--colour"),
+        ("measure gemm --shape 64,32", "error: --shape = '64,32': must be M,N,K"),
         ("measure gemm --model llama-3-8", "did you mean llama-3-8b?"),
         ("measure gemm --mode hot", "--mode"),
         ("measure gemm --dtype int8", "--dtype"),
