@@ -53,6 +53,19 @@ class MeasureOptions(Started):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CountedOptions(MeasureOptions):
+    """Options of kinds whose calls users may count themselves."""
+
+    iterations: Annotated[int | None, Range(1, 100_000)] = None
+    (
+        "Exactly so many timed iterations of each case, however long they take; by default until "
+        "the interval is narrow, at most 100."
+    )
+    warmup: Annotated[int, Range(0, 100_000)] = 0
+    "Untimed calls of each case before the timed ones, beyond the first and the checked one."
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileOptions(MeasureOptions):
     """Measure what prices rest on, the most useful first."""
 
@@ -63,7 +76,7 @@ class ProfileOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmOptions(MeasureOptions):
+class GemmOptions(CountedOptions):
     """Matrix products: of models, square, skinny, tiny, and the best shape there is."""
 
     configs: Annotated[Content | None, Flag("model_config_path")] = None
@@ -94,7 +107,7 @@ class GemmOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(MeasureOptions):
+class AttentionOptions(CountedOptions):
     """Attention by every available back end, forward and backward."""
 
     shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
@@ -117,7 +130,7 @@ class AttentionOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesOptions(MeasureOptions):
+class CollectivesOptions(CountedOptions):
     """Collectives and messages, over any group and size, checked."""
 
     kinds: Annotated[tuple[str, ...], PYTHON] = ()

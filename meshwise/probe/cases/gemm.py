@@ -67,6 +67,9 @@ def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
     Without ``modes``: on GPUs cold, then the largest product of each dtype sustained (a search ends
     with its best shape sustained instead); on CPUs warm. sustained always takes only the largest.
     """
+    if asked.modes == ("sustained",) and (asked.iterations or asked.warmup):
+        name = "iterations" if asked.iterations else "warmup"
+        raise ValueError(f"{name}: a sustained product lasts --sustain; add another mode")
     scale, modes, square, search = _scale(scope), asked.modes, asked.square, asked.search
     skinny, tiny = asked.skinny, asked.tiny
     shapes = parse_shapes(asked.shape)
