@@ -19,6 +19,7 @@ from meshwise.options.models import DECODERS, MODELS
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+SentDtype = Literal[Dtype, "int8", "uint8", "int32", "int64"]
 
 _MODEL = (
     f"Whose operations: of {', '.join((*MODELS, *DECODERS))}, or of a Hugging Face config.json or "
@@ -133,6 +134,12 @@ class AttentionOptions(CountedOptions):
 class CollectivesOptions(CountedOptions):
     """Collectives and messages, over any group and size, checked."""
 
+    dtype: SentDtype | None = None  # type: ignore[assignment]
+    "By default bf16 on GPUs and fp32 on CPUs; NCCL moves fp8, and reduces the others."
+    op: Literal["sum", "prod", "max", "min", "avg"] = "sum"
+    "How all_reduce, reduce_scatter and reduce reduce (nccl-tests' -o); avg on GPUs."
+    root: Annotated[int, Range(0)] = 0
+    "The rank within the group that is the root of broadcast, reduce, gather and scatter."
     kinds: Annotated[tuple[str, ...], PYTHON] = ()
     (
         "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from meshwise.spec import DTYPE_BYTES, Collective
-from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
+from meshwise.spec.op import WHOLE, CollectiveKind, SentDtype
 from meshwise.units import parse_bytes
 
 TABLES = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
@@ -18,7 +18,7 @@ _MOST_SHAPES = 10_000
 _DIM = re.compile(r"(\d{1,12})(?::(\d{1,12}):(\d{1,12}))?", re.ASCII)
 
 
-def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dtype) -> int:
+def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: SentDtype) -> int:
     """Return the most bytes up to ``size_bytes`` that divide among the group as the kind needs, in
     parts that NCCL's vectors divide, if there are so many bytes."""
     parts = 1 if kind in WHOLE else group_size
@@ -113,7 +113,10 @@ def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
 
 
 def uneven(
-    splits: tuple[tuple[int, ...], ...], group_size: int, dtype: Dtype, ranks: tuple[int, ...] = ()
+    splits: tuple[tuple[int, ...], ...],
+    group_size: int,
+    dtype: SentDtype,
+    ranks: tuple[int, ...] = (),
 ) -> Collective:
     """Return the all_to_all_v in which ranks send each other these bytes. Its size is the most that
     a rank sends or receives."""
