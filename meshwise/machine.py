@@ -15,13 +15,14 @@ import re
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from meshwise import files, provenance
 from meshwise.launcher import Job
-from meshwise.spec import DTYPE_BYTES, Cluster, Device, Tier
+from meshwise.spec import Cluster, Device, Tier
+from meshwise.spec.op import Dtype
 
 CPU_RANKS = 4
 _MAX_LINKS = 18
@@ -81,8 +82,8 @@ def with_peaks(device: Device, peaks: Mapping[str, float] | None) -> Device:
     known = known_device(device.name) or {}
     flops, source = dict(known.get("peak_flops", {})), [known.get("source", "")]
     for dtype, peak in (peaks or {}).items():
-        if dtype not in DTYPE_BYTES:
-            raise ValueError(f"peak = {dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"peak = {dtype!r}: must be one of {', '.join(get_args(Dtype))}")
         if not peak > 0:
             raise ValueError(f"peak = {dtype}={peak}: must be > 0 FLOP/s")
         flops[dtype] = float(peak)

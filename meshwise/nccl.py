@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-_TYPES = {
-    torch.uint8: 1, torch.int32: 2, torch.int64: 4,
+_TYPES = {  # fp8 is moved, not reduced
+    torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 1, torch.int32: 2, torch.int64: 4,
     torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
-_SUM = 0
+_REDOPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 class _UniqueId(ctypes.Structure):
@@ -43,9 +43,15 @@ class Communicator:
         _call("ncclCommDestroy", self.handle)
 
     def collective(
-        self, kind: str, source: torch.Tensor, result: torch.Tensor
+        self,
+        kind: str,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        redop: str = "sum",
+        root: int = 0,
     ) -> Callable[[], object]:
-        """Return a function that calls one of NCCL's collectives. The root, if any, is rank 0."""
+        """Return a function that calls one of NCCL's collectives. ``redop`` and ``root``: of
+        those that reduce or have one."""
         name, has_op, has_root = {
             "all_reduce": ("ncclAllReduce", True, False),
             "all_gather": ("ncclAllGather", False, False),
@@ -54,8 +60,8 @@ class Communicator:
             "reduce": ("ncclReduce", True, True),
         }[kind]
         count = min(len(source), len(result))  # per rank, as nccl.h counts
-        rest: list[Any] = [_SUM] if has_op else []
-        rest += [0] if has_root else []
+        rest: list[Any] = [_REDOPS[redop]] if has_op else []
+        rest += [root] if has_root else []
         rest = [ctypes.c_size_t(count), _TYPES[source.dtype], *rest, self.handle]
 
         def call() -> None:

@@ -19,6 +19,7 @@ from meshwise import signals
 from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 from meshwise.launcher import Job
+from meshwise.options import Shape
 from meshwise.text import masked, one_line, plain
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
@@ -63,9 +64,10 @@ def _app() -> cyclopts.App:
 
 
 def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
-    """Split 128,256 into 128 256 in every list, except the name of an existing file."""
+    """Split 128,256 into 128 256 in every list, except a shape and the name of an existing file."""
     for argument in arguments:
-        if get_origin(argument.hint) is tuple and bool not in get_args(argument.hint):
+        kinds = get_args(argument.hint)
+        if get_origin(argument.hint) is tuple and bool not in kinds and Shape not in kinds:
             argument.tokens[:] = [
                 token.evolve(value=part)
                 for token in argument.tokens

@@ -45,10 +45,12 @@ if TYPE_CHECKING:  # from Python also objects; on the command line all of it is 
     Time = str | float
     Rate = str | float
     Memory = str | int
+    Shape = str  # with commas within
     Names = str | tuple[str, ...]
     Content = Any  # a file, or what is in it
 else:
     Time = Rate = Memory = NewType("Quantity", str)  # of Python also a number
+    Shape = NewType("Shape", str)
     SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Content = NewType("Thing", str)
     File, Names, Models = str, tuple[str, ...], tuple[SomeModel, ...]
 
@@ -77,7 +79,7 @@ Positive = Annotated[int | None, Range(1)]
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"), float: ((int, float), "a number"),
     bool: ((bool,), "True or False"), str: ((str,), "text"), Mapping: ((Mapping,), "a dict"),
-    Time: ((str, int, float), "text or a number"),
+    Time: ((str, int, float), "text or a number"), Shape: ((str,), "text"),
 }  # fmt: skip
 
 

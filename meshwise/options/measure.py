@@ -3,11 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, Content, File, Flag, Memory, Models, Range, Started, Time
+from meshwise.options import (
+    PYTHON,
+    Content,
+    File,
+    Flag,
+    Memory,
+    Models,
+    Range,
+    Shape,
+    Started,
+    Time,
+)
 from meshwise.options.models import DECODERS, MODELS
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+SentDtype = Literal[Dtype, "int8", "uint8", "int32", "int64"]
 
 _MODEL = (
     f"Whose operations: of {', '.join((*MODELS, *DECODERS))}, or of a Hugging Face config.json or "
@@ -42,6 +54,19 @@ class MeasureOptions(Started):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CountedOptions(MeasureOptions):
+    """Options of kinds whose calls users may count themselves."""
+
+    iterations: Annotated[int | None, Range(1, 100_000)] = None
+    (
+        "Exactly so many timed iterations of each case, however long they take; by default until "
+        "the interval is narrow, at most 100."
+    )
+    warmup: Annotated[int, Range(0, 100_000)] = 0
+    "Untimed calls of each case before the timed ones, beyond the first and the checked one."
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileOptions(MeasureOptions):
     """Measure what prices rest on, the most useful first."""
 
@@ -52,7 +77,7 @@ class ProfileOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmOptions(MeasureOptions):
+class GemmOptions(CountedOptions):
     """Matrix products: of models, square, skinny, tiny, and the best shape there is."""
 
     configs: Annotated[Content | None, Flag("model_config_path")] = None
@@ -67,6 +92,11 @@ class GemmOptions(MeasureOptions):
     "How products are called; cold by default. sustained lasts --sustain."
     gradients: Annotated[bool, PYTHON] = True
     "Also the products of the backward."
+    shape: tuple[Shape, ...] = ()
+    (
+        "Products as M,N,K, each a number or START:STOP:STEP (without STOP), as "
+        "4096:8192:1024,4096,4096; may be repeated."
+    )
     square: Annotated[tuple[int, ...], Range(1)] = ()
     "Sides of square products."
     skinny: bool = False
@@ -78,7 +108,7 @@ class GemmOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(MeasureOptions):
+class AttentionOptions(CountedOptions):
     """Attention by every available back end, forward and backward."""
 
     shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
@@ -101,9 +131,15 @@ class AttentionOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesOptions(MeasureOptions):
+class CollectivesOptions(CountedOptions):
     """Collectives and messages, over any group and size, checked."""
 
+    dtype: SentDtype | None = None  # type: ignore[assignment]
+    "By default bf16 on GPUs and fp32 on CPUs; NCCL moves fp8, and reduces the others."
+    op: Literal["sum", "prod", "max", "min", "avg"] = "sum"
+    "How all_reduce, reduce_scatter and reduce reduce (nccl-tests' -o); avg on GPUs."
+    root: Annotated[int, Range(0)] = 0
+    "The rank within the group that is the root of broadcast, reduce, gather and scatter."
     kinds: Annotated[tuple[str, ...], PYTHON] = ()
     (
         "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, "

@@ -15,7 +15,7 @@ from meshwise.pages.spread import Reading, number, reading, readings, split
 from meshwise.pages.table import ABSENT, Column, Table, filled, grouped, listed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, RunInfo, Sample
 from meshwise.spec.label import uneven
-from meshwise.spec.op import ROOTED
+from meshwise.spec.op import ROOTED, WHOLE_NUMBERS
 from meshwise.units import format_bytes
 
 BUS_LEGEND = (
@@ -39,6 +39,7 @@ _NCCL_TYPES = {
     "bf16": "bfloat16",
     "fp16": "half",
     "fp8": "f8e4m3",
+    **{name: name for name in WHOLE_NUMBERS},
 }
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -64,7 +65,9 @@ class Series(NamedTuple):
     @property
     def mode(self) -> str:
         place = "in place" if self.op.in_place else ""
-        return ", ".join(filter(None, (self.case.regime, self.case.backend, place)))
+        redop = "" if self.op.redop == "sum" else self.op.redop
+        root = f"root {self.op.root}" if self.op.root else ""
+        return ", ".join(filter(None, (self.case.regime, self.case.backend, place, redop, root)))
 
     @property
     def is_pair(self) -> bool:
@@ -78,7 +81,7 @@ def series(samples: Iterable[Sample]) -> list[Series]:
     def alike(one: Reading) -> tuple[Any, ...]:
         op, case = one.op, one.case
         group = (op.kind, op.group_size, op.group_stride, op.ranks, case.world_size)
-        return (*group, case.regime, case.backend, op.in_place, op.dtype)
+        return (*group, case.regime, case.backend, op.in_place, op.dtype, op.redop, op.root)
 
     found = [one for one in readings(samples, Collective) if one.op.group_size > 1]
     found.sort(key=lambda one: (alike(one), one.op.size_bytes))
@@ -106,8 +109,12 @@ def tables(samples: Sequence[Sample], info: RunInfo | None = None) -> list[Table
 def _nccl_tests(one: Series) -> Table:
     average = np.mean([each.busbw for each in one.readings]) / 1e9
     op = one.op
-    redop: tuple[Column, ...] = (("redop", lambda _: "sum"),) if op.kind in _REDUCING else ()
-    root: tuple[Column, ...] = (("root", lambda each: 0 if each.op.kind in ROOTED else -1),)
+    redop: tuple[Column, ...] = (
+        (("redop", lambda each: each.op.redop),) if op.kind in _REDUCING else ()
+    )
+    root: tuple[Column, ...] = (
+        ("root", lambda each: each.op.root if each.op.kind in ROOTED else -1),
+    )
     return listed(
         f"{op.kind}, {one.group}, {one.mode}",
         one.readings,

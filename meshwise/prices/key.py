@@ -243,6 +243,8 @@ FIELDS: dict[type, dict[str, Role]] = {
     },
     Collective: {
         "kind": _word(lambda op: op.kind, "op"), "dtype": _dtype, **_all(_category, "in_place"),
+        "redop": _word(lambda op: "" if op.redop == "sum" else op.redop),
+        "root": _word(lambda op: f"root {op.root}" if op.root else ""),
         **_all(_links, "group_size group_stride ranks"), "size_bytes": _even_bytes,
         "splits": lambda op, field, _: (("derived", field, "size_bytes is the busiest rank's"),),
     },

@@ -23,12 +23,20 @@ from meshwise.probe.cases.collectives import BACKENDS, SYMMETRIC
 from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import IN_PLACE_ONLY, WHOLE
+from meshwise.spec.op import IN_PLACE_ONLY, REDUCING, WHOLE, WHOLE_NUMBERS
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_DTYPES = {
+    "fp8": torch.float8_e4m3fn, "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32,
+    "int64": torch.int64,
+}  # fmt: skip
+_REDOPS = {
+    "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG,
+}  # fmt: skip
 _BATCH = ((64 * 2**20, 20), (2**30, 10))  # (largest size, calls in a graph)
 _LARGE_BATCH = 4
 
@@ -113,8 +121,9 @@ class Groups:
 def build(case: Case, groups: Groups) -> Work:
     op, backend = case.op, case.backend
     assert isinstance(op, Collective)
-    _check_offered(op, backend)
     on_host = backend == "gloo"
+    _check_offered(op, backend)
+    _check_numbers(op, backend, on_host or groups.ranks.device.type == "cpu")
     if on_host and case.regime == "graph":
         raise Unavailable("gloo cannot be captured in a graph")
     device = torch.device("cpu") if on_host else groups.ranks.device
@@ -125,7 +134,7 @@ def build(case: Case, groups: Groups) -> Work:
         check = functools.partial(_check, op, device, None, None)
         return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
     if backend in SYMMETRIC:
-        dtype, (sent, received) = torch_dtype(op.dtype), _lengths(op, party.here)
+        dtype, (sent, received) = sent_dtype(op), _lengths(op, party.here)
         source, handle = groups.heap.source(sent, dtype, party.group, device)
         in_place = backend == "two_shot"
         result = source if in_place else torch.empty(received, dtype=dtype, device=device)
@@ -170,9 +179,25 @@ def _check_offered(op: Collective, backend: str) -> None:
         raise Unavailable(f"torch's {op.kind} is in place; the nccl back end has it out of place")
 
 
+def _check_numbers(op: Collective, backend: str, by_gloo: bool) -> None:
+    """Refuse numbers and reductions that the back end does not have."""
+    reduces = op.kind in REDUCING
+    if op.dtype == "fp8" and (reduces or by_gloo):
+        raise Unavailable(f"fp8 is only moved by NCCL here, not {'reduced' if reduces else 'gloo'}")
+    if by_gloo and op.redop == "avg":
+        raise Unavailable("gloo has no avg")
+    if reduces and backend in SYMMETRIC and (op.redop != "sum" or op.dtype in WHOLE_NUMBERS):
+        raise Unavailable(f"{backend} has sums of floating-point numbers only")
+
+
+def sent_dtype(op: Collective) -> torch.dtype:
+    """Return torch's dtype of what a collective sends; fp8 is e4m3."""
+    return _DTYPES.get(op.dtype) or torch_dtype(op.dtype)
+
+
 def _lengths(op: Collective, here: int) -> tuple[int, int]:
     """Return the elements that a rank sends and receives."""
-    size = torch_dtype(op.dtype).itemsize
+    size = sent_dtype(op).itemsize
     total, rest = divmod(op.size_bytes, size * (1 if op.kind in WHOLE else op.group_size))
     if op.splits:
         sent, received = sum(op.splits[here]), sum(row[here] for row in op.splits)
@@ -192,7 +217,7 @@ def _lengths(op: Collective, here: int) -> tuple[int, int]:
 
 def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
     """Allocate the buffers that a rank of the group sends from and receives into."""
-    dtype = torch_dtype(op.dtype)
+    dtype = sent_dtype(op)
     sent, received = _lengths(op, here)
     larger = torch.empty(max(sent, received), dtype=dtype, device=device)
     if not op.in_place:
@@ -210,16 +235,17 @@ def communicate(op: Collective, buffers: Buffers, party: Party) -> None:
     overflow, which does not change its time."""
     (source, result), group, here = buffers, party.group, party.here
     parts = functools.partial(torch.chunk, chunks=op.group_size)
+    redop, root = _REDOPS[op.redop], op.root
     if op.kind == "all_reduce":
-        dist.all_reduce(result, group=group)
+        dist.all_reduce(result, op=redop, group=group)
     elif op.kind == "reduce":
-        dist.reduce(result, group=group, group_dst=0)
+        dist.reduce(result, op=redop, group=group, group_dst=root)
     elif op.kind == "broadcast":
-        dist.broadcast(result, group=group, group_src=0)
+        dist.broadcast(result, group=group, group_src=root)
     elif op.kind == "all_gather":
         _gather(result, source, group=group)
     elif op.kind == "reduce_scatter":
-        _scatter(result, source, group=group)
+        _scatter(result, source, op=redop, group=group)
     elif op.kind == "all_to_all":
         dist.all_to_all_single(result, source, group=group)
     elif op.kind == "all_to_all_v":
@@ -228,9 +254,11 @@ def communicate(op: Collective, buffers: Buffers, party: Party) -> None:
         inward = [row[here] // size for row in op.splits]
         dist.all_to_all_single(result, source, inward, outward, group=group)
     elif op.kind == "gather":
-        dist.gather(source, list(parts(result)) if here == 0 else None, group=group, group_dst=0)
+        into = list(parts(result)) if here == root else None
+        dist.gather(source, into, group=group, group_dst=root)
     elif op.kind == "scatter":
-        dist.scatter(result, list(parts(source)) if here == 0 else None, group=group, group_src=0)
+        of = list(parts(source)) if here == root else None
+        dist.scatter(result, of, group=group, group_src=root)
     else:
         _send(op, buffers, party)
 
@@ -251,7 +279,7 @@ def _direct(
     op: Collective, buffers: Buffers, here: int, communicator: nccl.Communicator
 ) -> Callable[[], object]:
     if op.kind in (*IN_PLACE_ONLY, "all_gather", "reduce_scatter"):
-        return communicator.collective(op.kind, *buffers)
+        return communicator.collective(op.kind, *buffers, op.redop, op.root)
     sent = [
         nccl.Message(there, buffers.source[piece.start :][: piece.length])
         for there in range(op.group_size)
@@ -269,7 +297,7 @@ def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
     """Return the check after so many calls; None if there is none. On an idle rank it passes."""
-    tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
+    tolerance = pattern.tolerance(op, sent_dtype(op), calls)
     # gloo's reduce overwrites the buffers of all ranks, so the next call's result is undefined
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"
     if tolerance is None or scratch:
@@ -280,7 +308,7 @@ def _check(
 
     def fill() -> None:
         buffers.result.fill_(pattern.POISON)
-        pattern.fill(buffers.source, party.here, summed)
+        pattern.fill(buffers.source, party.here, summed, op.redop)
 
     def num_wrong() -> int:
         wanted = pattern.pieces(op, party.here, calls)

@@ -29,7 +29,7 @@ from meshwise.probe.loop import CURRENT, Failed, Metrics, Outcome, measure_all, 
 from meshwise.probe.work import Call, Unavailable, Work, communicates, fp32_precision
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, ending
-from meshwise.spec.record import PositiveFloat
+from meshwise.spec.record import NonNegative, Positive, PositiveFloat
 from meshwise.timing import Timed
 
 __all__ = ["CURRENT", "Bench", "SweepRequest", "measure_ranks"]
@@ -37,7 +37,8 @@ __all__ = ["CURRENT", "Bench", "SweepRequest", "measure_ranks"]
 
 class SweepRequest(Record, kw_only=True):
     """Cases to measure. ``skip``: ids of those measured already. No budget means all cases.
-    ``sustain_s``: how long a sustained case lasts."""
+    ``sustain_s``: how long a sustained case lasts. ``iterations``: exactly so many timed ones, else
+    as many as the interval needs. ``warmup``: untimed calls, beyond the first."""
 
     cases: tuple[Case, ...]
     run_dir: str
@@ -45,6 +46,8 @@ class SweepRequest(Record, kw_only=True):
     skip: tuple[str, ...] = ()
     follow: Follow = "nothing"
     sustain_s: PositiveFloat = effort.SUSTAIN_S
+    iterations: Positive | None = None
+    warmup: NonNegative = 0
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
@@ -62,13 +65,13 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
     def estimate_s(case: Case) -> float:
         assert run is not None  # only rank 0 estimates
-        return effort.estimate_s(case, run.cluster, sweep.sustain_s)
+        return effort.estimate_s(case, run.cluster, sweep.sustain_s, sweep.iterations, sweep.warmup)
 
     left = measure_all(
         ranks,
         sweep.run_dir,
         todo,
-        functools.partial(_measure, Bench(ranks, sweep.sustain_s)),
+        functools.partial(_measure, Bench(ranks, sweep.sustain_s, sweep.iterations, sweep.warmup)),
         estimate_s=estimate_s,
         budget_s=sweep.budget_s,
         follow=lambda: next_cases(sweep.follow, store.load(sweep.run_dir)[1]),
@@ -83,9 +86,15 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 class Bench:
     """Holds the state that cases share: process groups, meshes, the module of the last block."""
 
-    def __init__(self, ranks: Ranks, sustain_s: float = effort.SUSTAIN_S) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        sustain_s: float = effort.SUSTAIN_S,
+        iterations: int | None = None,
+        warmup: int = 0,
+    ) -> None:
         self.ranks = ranks
-        self.sustain_s = sustain_s
+        self.sustain_s, self.iterations, self.warmup = sustain_s, iterations, warmup
         self.blocks = Blocks(ranks)
         self.groups = collectives.Groups(ranks)
         self.settings = contextlib.ExitStack()  # process-wide settings of a case
@@ -126,6 +135,8 @@ def _times(bench: Bench, case: Case) -> tuple[Timed, Metrics, str]:
     first_calls = functools.partial(_try, work, ranks)
     metrics = together(ranks, first_calls, transfers=communicates(case.op), waits=waits)
     _check(work, work.calls[-1], ranks, metrics, "wrong")
+    if bench.warmup and case.regime != "sustained":
+        together(ranks, lambda: _warm_up(work, bench), transfers=communicates(case.op))
     timed = _timed(case, work, bench, metrics)
     return timed, metrics | timed.metrics, ""
 
@@ -138,6 +149,7 @@ def _timed(case: Case, work: Work, bench: Bench, metrics: Metrics) -> Timed:
     )
     if work.measure is not None:
         return work.measure(seconds, then)
+    count = None if case.regime == "sustained" else bench.iterations
     if work.on_host:
         ranks = dataclasses.replace(ranks, device=torch.device("cpu"))
     return timing.measure(
@@ -145,11 +157,12 @@ def _timed(case: Case, work: Work, bench: Bench, metrics: Metrics) -> Timed:
         ranks=ranks,
         regime=case.regime,
         distributed=communicates(case.op),
-        max_seconds=seconds,
+        max_iterations=count or effort.ITERATIONS[1],
+        max_seconds=effort.FOREVER_S if count else seconds,
         prepare=work.prepare,
         settle_s=effort.settle_s(case, ranks.device.type),
         batch=work.batch,
-        min_iterations=effort.min_iterations(case),
+        min_iterations=count or effort.min_iterations(case),
         then=then if calls > 1 else None,  # else the timed call was checked
     )
 
@@ -172,6 +185,16 @@ def _check(
         told = ", ".join([*whose[:4], *(["..."] if len(whose) > 4 else [])])
         after = f" after {calls} calls, as timed" if calls > 1 else ""
         raise Failed("error", f"wrong elements{after}: {told}", metrics)
+
+
+def _warm_up(work: Work, bench: Bench) -> None:
+    """Make the untimed calls that were asked for. Ranks wait every ten, as in the timing loop."""
+    for i in range(bench.warmup):
+        if work.prepare is not None:
+            work.prepare()
+        work.calls[i % len(work.calls)]()
+        if i % 10 == 9 or i == bench.warmup - 1:
+            bench.ranks.synchronize("the warm-up")
 
 
 def _try(work: Work, ranks: Ranks) -> Metrics:

@@ -7,6 +7,7 @@ is the bytes that it copies, counted once.
 from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.op import (
     REDUCING,
+    WHOLE_NUMBERS,
     Attention,
     Collective,
     Convolution,
@@ -138,6 +139,13 @@ def _of_collective(op: Collective) -> str:
     apart = f" stride {op.group_stride}" if op.group_stride > 1 else ""
     group = f"ranks {','.join(map(str, op.ranks))}" if op.ranks else f"x{op.group_size}{apart}"
     place = " in place" if op.in_place else ""
-    dtype = op.dtype if op.kind in REDUCING and op.dtype != "bf16" else ""
-    words = (op.kind, format_bytes(op.size_bytes), dtype, group + place, uneven(op))
+    dtype = (
+        op.dtype
+        if (op.kind in REDUCING and op.dtype != "bf16") or op.dtype in WHOLE_NUMBERS
+        else ""
+    )
+    redop = "" if op.redop == "sum" else op.redop
+    root = f"root {op.root}" if op.root else ""
+    size = format_bytes(op.size_bytes)
+    words = (op.kind, redop, size, dtype, group + place, root, uneven(op))
     return " ".join(filter(None, words))

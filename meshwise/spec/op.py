@@ -16,7 +16,10 @@ Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Direction = Literal["forward", "backward"]
 Regime = Literal["cold", "warm", "graph", "blocking", "pipelined", "sustained"]
 Lowering = Literal["eager", "compiled"]
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+SentDtype = Literal[Dtype, "int8", "uint8", "int32", "int64"]  # of collectives
+Redop = Literal["sum", "prod", "max", "min", "avg"]
+WHOLE_NUMBERS = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, **WHOLE_NUMBERS}
 
 ElementwiseKind = Literal[
     "copy", "add", "mul", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy", "embedding",
@@ -29,7 +32,7 @@ CollectiveKind = Literal[
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 WHOLE = ("all_reduce", "broadcast", "reduce", "send_recv", "send")  # need not divide among ranks
 IN_PLACE_ONLY = ("all_reduce", "reduce", "broadcast")  # of torch.distributed
-ROOTED = ("broadcast", "reduce", "gather", "scatter")  # the group's first rank is the root
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
@@ -205,20 +208,29 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
     algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md).
 
     send_recv is a ring shift. send is one message from the first rank of the group to the last.
-    all_to_all_v sends ``splits[i][j]`` bytes from the group's rank i to its rank j.
+    all_to_all_v sends ``splits[i][j]`` bytes from the group's rank i to its rank j. ``redop``: how
+    kinds that reduce do so. ``root``: the rank in the group that broadcasts, scatters, or has the
+    result.
     """
 
     kind: CollectiveKind
     size_bytes: NonNegative
     group_size: Count
     group_stride: Count = 1
-    dtype: Dtype = "bf16"
+    dtype: SentDtype = "bf16"
     in_place: bool = False
     ranks: tuple[NonNegative, ...] = ()
     splits: tuple[tuple[NonNegative, ...], ...] = ()
+    redop: Redop = "sum"
+    root: NonNegative = 0
 
     def check(self) -> None:
         n = self.group_size
+        if self.redop != "sum" and self.kind not in REDUCING:
+            self.fail("redop", f"{self.kind} does not reduce; leave it out")
+        if self.root and (self.root >= n or self.kind not in ROOTED):
+            rooted = self.kind in ROOTED
+            self.fail("root", f"must be < {n} ranks" if rooted else f"{self.kind} has none")
         if self.ranks and (len(set(self.ranks)) != n or len(self.ranks) != n):
             self.fail("ranks", f"must be group_size = {n} different ranks, or empty")
         if self.kind != "send" and list(self.ranks) != sorted(self.ranks):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import logging
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from meshwise import store
 from meshwise.launcher import Job
 from meshwise.options import described
-from meshwise.options.measure import KINDS, CollectivesOptions, GemmOptions, MeasureOptions
+from meshwise.options.measure import (
+    KINDS,
+    CollectivesOptions,
+    CountedOptions,
+    GemmOptions,
+    MeasureOptions,
+)
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.spec.record import NonNegative
 from meshwise.units import some_seconds
@@ -56,12 +63,16 @@ def measure(
     cases: list[Case] = listing(scope_of(machine, size, asked.dtype), loaded(asked))
     if not cases:
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
-    key = digest(tuple(case.id for case in cases))
+    counts = _counts(asked)
+    key = digest((*(case.id for case in cases), *(str(each) for each in counts.items())))
     old = _newest(asked.runs, asked.what, machine, size, key) if asked.resume else None
     if asked.dry_run:
+        from meshwise.probe.cases.effort import estimate_s
+
         done = _measured(old) if old else frozenset()
         left = [case for case in cases if case.id not in done]
-        return _within(budget_s, left, machine, sustain_s)
+        about_s = functools.partial(estimate_s, cluster=machine, sustain_s=sustain_s, **counts)
+        return _within(budget_s, left, about_s)
     world.check_machine(machine, size)
     slug = f"{asked.what}-{machine.name}"
     recording = old or Recording.begin(asked.runs, "measure", slug, machine, size, cases=key)
@@ -69,7 +80,7 @@ def measure(
 
     request = SweepRequest(
         cases=tuple(cases), run_dir=str(recording.path), budget_s=budget_s, sustain_s=sustain_s,
-        follow=_follow(asked) if asked.follow else "nothing",
+        follow=_follow(asked) if asked.follow else "nothing", **counts,
     )  # fmt: skip
     with recording.locked():
         _sweep(recording, request, size, asked)
@@ -83,14 +94,12 @@ measure.__doc__ = "\n\n".join(
 
 
 def _within(
-    budget_s: float | None, cases: list[Case], machine: Cluster, sustain_s: float
+    budget_s: float | None, cases: list[Case], estimate_s: Callable[[Case], float]
 ) -> list[tuple[Case, float]]:
     """Estimate the seconds of each case, and list those that a sweep would reach in its budget."""
-    from meshwise.probe.cases import effort
-
     found, left_s = list[tuple[Case, float]](), math.inf if budget_s is None else budget_s
     for case in cases:
-        about_s = effort.estimate_s(case, machine, sustain_s)
+        about_s = estimate_s(case)
         if about_s <= left_s or not found:
             found.append((case, about_s))
             left_s -= about_s
@@ -99,6 +108,12 @@ def _within(
             "the budget is likely to leave out %d of %d cases", len(cases) - len(found), len(cases)
         )
     return found
+
+
+def _counts(asked: MeasureOptions) -> dict[str, Any]:
+    """Return how often each case is called, as far as the user said it."""
+    said = asked.said() if isinstance(asked, CountedOptions) else {}
+    return {name: said[name] for name in ("iterations", "warmup") if name in said}
 
 
 def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
@@ -113,7 +128,9 @@ def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
 
 
 def _no_such(name: str, what: str) -> ValueError:
-    said = ", ".join([*(["model"] if what != "health" else []), *KINDS[what].__annotations__])
+    own = KINDS[what].__mro__[: KINDS[what].__mro__.index(MeasureOptions)]
+    names = [name for kind in own for name in kind.__annotations__]
+    said = ", ".join([*(["model"] if what != "health" else []), *names])
     return ValueError(f"{name}: measure {what} has no such option; it has {said}")
 
 

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from meshwise.probe import collectives, pattern
 from meshwise.probe.work import Unavailable
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
+from meshwise.spec.op import ROOTED
 
 pytestmark = pytest.mark.dist
 ELEMENTS = 24  # divides among 2, 3 and 4 ranks
@@ -95,6 +97,69 @@ def _wrong(case, groups, ranks: Ranks, calls: int, do: int, shift: bool) -> int 
     return sum(ranks.gather(check.num_wrong()))
 
 
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+NUMBERS = {
+    "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8,
+}  # fmt: skip
+
+
+def reductions(world: int) -> list[Collective]:
+    return [
+        Collective(
+            kind=kind, size_bytes=size * 40 * world, group_size=world, dtype=dtype, redop=redop,
+            in_place=kind in ONLY_IN_PLACE, root=world - 1 if kind == "reduce" else 0,
+        )
+        for kind in REDUCING
+        for dtype, size in NUMBERS.items()
+        for redop in ("sum", "prod", "max", "min")
+    ]  # fmt: skip
+
+
+def moved(world: int) -> list[Collective]:
+    return [
+        Collective(
+            kind=kind, size_bytes=size * 40 * world, group_size=world, dtype=dtype,
+            in_place=kind in ONLY_IN_PLACE, root=world - 1 if kind in ROOTED else 0,
+        )
+        for kind in (*ROOTED, "all_gather", "all_to_all", "send_recv")
+        for dtype, size in NUMBERS.items()
+    ]  # fmt: skip
+
+
+def wrong_numbers(ranks: Ranks) -> list[list[int | None]]:
+    """What the check says after one call and after several, after none, and of a moved result."""
+    groups, world = collectives.Groups(ranks), ranks.world_size
+    rows = ((1, 1, False), (3, 3, False), (1, 0, False), (1, 1, True))
+    return [
+        [_wrong(Case(op=op, world_size=world), groups, ranks, *row) for row in rows]
+        for op in reductions(world) + moved(world)
+    ]
+
+
+def right_of(op: Collective, world: int) -> np.ndarray:
+    """A reduction's whole result, by numpy, from 1 + (index + rank) % 2."""
+    index = np.arange(40 * world)
+    data = np.stack([1.0 + (index + rank) % 2 for rank in range(world)])
+    reduce = {"sum": np.sum, "prod": np.prod, "max": np.max, "min": np.min}[op.redop]
+    return reduce(data, axis=0)
+
+
+def reduced(ranks: Ranks) -> list[bool]:
+    """Whether each reduction gives this rank what numpy says."""
+    groups, found = collectives.Groups(ranks), []
+    for op in reductions(ranks.world_size):
+        party = groups.party(op)
+        buffers = collectives.allocate(op, party.here, ranks.device)
+        buffers.source.copy_(1 + (torch.arange(len(buffers.source)) + ranks.rank) % 2)
+        collectives.communicate(op, buffers, party)
+        right = right_of(op, ranks.world_size)
+        if op.kind == "reduce_scatter":
+            right = np.split(right, ranks.world_size)[ranks.rank]
+        elsewhere = op.kind == "reduce" and ranks.rank != op.root
+        found.append(elsewhere or buffers.result.double().tolist() == right.tolist())
+    return found
+
+
 def refusals(ranks: Ranks) -> list[str]:
     groups, said = collectives.Groups(ranks), []
     for op, backend, regime in (
@@ -104,6 +169,10 @@ def refusals(ranks: Ranks) -> list[str]:
         (collective("all_gather", 2), "one_shot", "warm"),
         (collective("all_gather", 2), "gloo", "graph"),
         (collective("all_gather", 2), "nccl", "warm"),
+        (collective("all_reduce", 2, redop="avg"), "", "warm"),
+        (replace(collective("all_gather", 2), dtype="fp8"), "gloo", "warm"),
+        (replace(collective("all_reduce", 2), dtype="fp8"), "gloo", "warm"),
+        (collective("all_reduce", 2, redop="max", in_place=False), "one_shot", "warm"),
     ):
         try:
             collectives.build(Case(op=op, backend=backend, regime=regime, world_size=2), groups)
@@ -187,7 +256,57 @@ def test_what_a_back_end_does_not_do_is_said(gloo_ranks):
             "one_shot does all_reduce, not all_gather",
             "gloo cannot be captured in a graph",
             "NCCL needs GPUs",
+            "gloo has no avg",
+            "fp8 is only moved by NCCL here, not gloo",
+            "fp8 is only moved by NCCL here, not reduced",
+            "one_shot has sums of floating-point numbers only",
         ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_reduction_of_every_number_is_what_numpy_says(gloo_ranks, world):
+    for found in gloo_ranks(world, reduced):
+        wrong = [op for op, right in zip(reductions(world), found, strict=True) if not right]
+        assert not wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_check_is_right_for_every_reduction_number_and_root(gloo_ranks, world):
+    found, *_ = gloo_ranks(world, wrong_numbers)
+    for op, (right, again, undone, shifted) in zip(
+        reductions(world) + moved(world), found, strict=True
+    ):
+        assert right == 0 and undone > 0 and shifted > 0, op
+        assert again in (0, None), op
+        if op.redop in ("max", "min") and op.kind != "reduce":
+            assert again == 0, op
+
+
+def test_averages_are_checked_where_nothing_is_rounded():
+    def average(n: int, dtype: str, **rest) -> int | None:
+        op = Collective(
+            kind="all_reduce", size_bytes=800, group_size=n, dtype=dtype, redop="avg", **rest
+        )
+        number = collectives.sent_dtype(op)
+        if (allowed := pattern.tolerance(op, number)) is None:
+            return None
+        summed = pattern.num_summed(op)
+        sources = torch.zeros(n, 800 // number.itemsize, dtype=number)
+        for rank in range(n):
+            pattern.fill(sources[rank], rank, summed, op.redop)
+        result = sources.double().mean(0)
+        result = (result if number.is_floating_point else result.floor()).to(number)
+        wanted = pattern.pieces(op, 0)
+        assert pattern.num_wrong(result.roll(1), wanted, summed, allowed) > 0
+        return pattern.num_wrong(result, wanted, summed, allowed)
+
+    for n in (2, 4, 8):
+        assert average(n, "bf16") == average(n, "fp32") == average(n, "int8") == 0
+    assert average(3, "int32") == average(7, "uint8") == 0
+    assert average(3, "fp32") is None and average(6, "bf16") is None  # thirds are rounded
+    op = Collective(kind="all_reduce", size_bytes=8, group_size=7, dtype="int8", redop="prod")
+    assert pattern.tolerance(op, torch.int8) is None  # 2^7 is no int8
+    assert pattern.tolerance(op, torch.uint8) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

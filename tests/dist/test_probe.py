@@ -192,6 +192,22 @@ def scrambles_beside(ranks: Ranks, request: bytes) -> None:
     sweep.measure_ranks(ranks, request)
 
 
+def test_users_may_count_the_timed_and_the_untimed_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[int]()
+    warm_up = sweep._warm_up
+
+    def counted(work: sweep.Work, bench: sweep.Bench) -> None:
+        calls = tuple(lambda i=i: made.append(i) for i in (0, 1))
+        warm_up(work._replace(calls=calls), bench)
+
+    monkeypatch.setattr(sweep, "_warm_up", counted)
+    (sample,) = sweep_alone([GEMM], new_run(tmp_path, 1), iterations=107, warmup=23)
+    assert (len(sample.times_s), len(sample.rank_times_s[0]), len(made)) == (107, 107, 23)
+    assert made[:4] == [0, 1, 0, 1]
+
+
 def test_wrong_elements_are_an_error_and_the_sweep_goes_on(tmp_path):
     """Once the sample was ok, with the count among its metrics."""
     run_dir = new_run(tmp_path, 2)

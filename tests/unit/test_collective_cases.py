@@ -515,6 +515,29 @@ def test_options_that_say_two_things_are_refused(asked, said):
         collectives.cases(scope(4), CollectivesOptions(**asked))
 
 
-def test_fp8_is_sent_as_something_else():
-    with pytest.raises(ValueError, match="dtype = 'fp8': is sent as bf16"):
-        collectives.cases(scope(4, dtype="fp8"), CollectivesOptions())
+def test_tf32_is_sent_as_something_else():
+    with pytest.raises(ValueError, match="dtype = 'tf32': is sent as bf16"):
+        collectives.cases(scope(4, dtype="tf32"), CollectivesOptions())
+
+
+def test_a_plain_collective_keeps_the_id_that_it_had_before_redop_and_root():
+    op = Collective(kind="all_reduce", size_bytes=8, group_size=4, in_place=True)
+    assert Case(op=op, regime="graph", world_size=4).id == "031258eff88b"
+
+
+def test_reductions_and_roots_belong_to_the_kinds_that_have_them():
+    kinds = ("all_reduce", "all_gather", "reduce")
+    asked = CollectivesOptions(kinds=kinds, sizes="4K", op="max", root=3)
+    found = {case.op.kind: case.op for case in collectives.cases(scope(4, dtype="int8"), asked)}
+    assert [(found[kind].redop, found[kind].root) for kind in kinds] == [
+        ("max", 0), ("sum", 0), ("max", 3),
+    ]  # fmt: skip
+    assert {op.dtype for op in found.values()} == {"int8"}
+    for options, message in (
+        ({"kinds": ("all_gather",), "op": "max"}, "op = 'max': only all_reduce"),
+        ({"pairs": True, "op": "max"}, "op = 'max': only all_reduce"),
+        ({"root": 1}, "root = 1: only broadcast, reduce, gather, scatter have one"),
+        ({"kinds": ("reduce",), "root": 4}, "root = 4: must be < 4 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collectives.cases(scope(4), CollectivesOptions(**options))

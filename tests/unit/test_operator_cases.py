@@ -76,6 +76,14 @@ def test_without_options_every_kind_of_shape_is_measured_once():
     assert [shape(case) for case in only] == [(512, 512, 512)]
 
 
+def test_shapes_asked_for_are_the_only_ones_and_the_largest_is_sustained():
+    found = gemm.cases(scope(), GemmOptions(shape=("512:1024:256,64,32", "8,8,8")))
+    assert [shape(case) for case in found if case.regime == "cold"] == [
+        (512, 64, 32), (768, 64, 32), (8, 8, 8),
+    ]  # fmt: skip
+    assert [shape(case) for case in found if case.regime == "sustained"] == [(768, 64, 32)]
+
+
 def samples_of(cases: list[Case], rate) -> list[Sample]:
     """As if measured on a device whose FLOP/s are ``rate(m, n, k)``; 0 stands for no memory."""
     found = []

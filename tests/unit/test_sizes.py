@@ -1,12 +1,13 @@
 """Message sizes as users write them."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.probe.cases.sizes import parse_sizes
+from meshwise.probe.cases.sizes import parse_shapes, parse_sizes
 
 MiB = 2**20
 
@@ -82,3 +83,34 @@ def test_what_is_not_understood_is_named_in_one_line(text, message):
     with pytest.raises(ValueError, match=message) as error:
         parse_sizes(text)
     assert "\n" not in str(error.value)
+
+
+def test_shapes_of_products_are_numbers_and_ranges():
+    assert parse_shapes(["4096,512,64"]) == [(4096, 512, 64)]
+    found = parse_shapes(["4096:8192:2048,16,8", "0:3:1,1,0:512:256"])
+    assert found == [(4096, 16, 8), (6144, 16, 8), (1, 1, 256), (2, 1, 256)]
+    assert len(parse_shapes(["1:101:1,1:101:1,7"])) == 10_000
+    assert parse_shapes([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4096,4096", "must be M,N,K"),
+        ("4096,4096,0", "'0' must be a number >= 1 or START:STOP:STEP"),
+        ("4096,4096,x", "'x' must be"),
+        ("", "'' must be"),
+        ("64:64:1,1,1", "'64:64:1' must be"),
+        ("64:128:0,1,1", "'64:128:0' must be"),
+        ("0:128:0,1,1", "'0:128:0' must be"),
+        ("64:128,1,1", "'64:128' must be"),
+        ("-1,1,1", "'-1' must be"),
+        ("9999999999999,1,1", "must be"),
+        ("1:102:1,1:101:1,7", "10,100 shapes, must be <= 10,000"),
+        ("1:999999999999:1,1:999999999999:1,1:999999999999:1", "shapes, must be <= 10,000"),
+    ],
+)
+def test_a_wrong_shape_is_named_in_one_line(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        parse_shapes([text])
+    assert "shape = " in str(error.value) and "\n" not in str(error.value)

@@ -53,6 +53,7 @@ from meshwise.spec import (
     stages_of,
 )
 from meshwise.spec.costs import Law
+from meshwise.spec.op import REDUCING, ROOTED
 from tests import sample_records as known
 
 KINDS: list[type[Record]] = [
@@ -113,6 +114,8 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "ranks": tuple(range(3, 3 + f["group_size"])),
         "splits": ((5,) * f["group_size"],) * f["group_size"] * (f["kind"] == "all_to_all_v"),
         "size_bytes": 5 * f["group_size"] if f["kind"] == "all_to_all_v" else f["size_bytes"],
+        "redop": f["redop"] if f["kind"] in REDUCING else "sum",
+        "root": f["root"] % f["group_size"] if f["kind"] in ROOTED else 0,
     },
     Layout: lambda f: {
         "pp": 1,
@@ -391,6 +394,18 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
         (
             lambda: Collective(kind="all_to_all_v", size_bytes=8, group_size=2),
             "Collective.splits = (): all_to_all_v needs them, and no other kind has any",
+        ),
+        (
+            lambda: Collective(kind="all_gather", size_bytes=8, group_size=2, redop="max"),
+            "Collective.redop = 'max': all_gather does not reduce; leave it out",
+        ),
+        (
+            lambda: Collective(kind="reduce", size_bytes=8, group_size=2, root=2),
+            "Collective.root = 2: must be < 2 ranks",
+        ),
+        (
+            lambda: Collective(kind="all_reduce", size_bytes=8, group_size=2, root=1),
+            "Collective.root = 1: all_reduce has none",
         ),
         (
             lambda: uneven(8, (4, 4), (4,)),

@@ -27,7 +27,14 @@ from meshwise.spec import (
     Sample,
     layer_kinds,
 )
-from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
+from meshwise.spec.op import (
+    IN_PLACE_ONLY,
+    REDUCING,
+    ROOTED,
+    WHOLE_NUMBERS,
+    CollectiveKind,
+    SentDtype,
+)
 from meshwise.stats import median_interval
 
 KINDS: tuple[CollectiveKind, ...] = (
@@ -103,12 +110,21 @@ def _check(scope: Scope, asked: CollectivesOptions) -> None:
     if unknown := set(asked.backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
-    if scope.dtype in ("fp8", "tf32"):
+    if scope.dtype == "tf32" or (of_models and scope.dtype in ("fp8", *WHOLE_NUMBERS)):
         raise ValueError(f"dtype = {scope.dtype!r}: is sent as bf16 or fp32; take one of them")
+    _check_ends(asked, () if is_uneven or asked.pairs else kinds)
     if "all_to_all_v" in kinds and not is_uneven:
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
         raise ValueError("send: from whom to whom? pairs measures every ordered pair")
+
+
+def _check_ends(asked: CollectivesOptions, kinds: tuple[str, ...]) -> None:
+    """Refuse a reduction or a root where no collective has one. A plan may have any."""
+    for name, said, having in (("op", asked.op != "sum", REDUCING), ("root", asked.root, ROOTED)):
+        if said and asked.plan is None and not {*having} & {*kinds}:
+            value = getattr(asked, name)
+            raise ValueError(f"{name} = {value!r}: only {', '.join(having)} have one; add one")
 
 
 def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:
@@ -142,7 +158,7 @@ def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
     return [op for op in ops if op.size_bytes]
 
 
-def _looked_up(tables: str, group: Group, dtype: Dtype) -> Collective:
+def _looked_up(tables: str, group: Group, dtype: SentDtype) -> Collective:
     """Return the exchange of embeddings that ``tables`` says."""
     sent = embedding_splits(tables, "tables")
     if len(sent) != group.size:
@@ -201,6 +217,10 @@ def _check_alone(**given: bool) -> None:
 
 def _called(scope: Scope, asked: CollectivesOptions, op: Collective) -> list[Case]:
     """List one operation in each way asked for that its back end supports."""
+    if op.kind in REDUCING:
+        op = msgspec.structs.replace(op, redop=asked.op)
+    if op.kind in ROOTED:
+        op = msgspec.structs.replace(op, root=asked.root)
     return [
         Case(op=placed, regime=mode, backend=backend, world_size=scope.world_size)
         for backend in asked.backends or ("",)
@@ -221,7 +241,7 @@ def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
     return Group(world_size // groups)
 
 
-def _sized(kind: CollectiveKind, size: int, group: Group, dtype: Dtype) -> Collective:
+def _sized(kind: CollectiveKind, size: int, group: Group, dtype: SentDtype) -> Collective:
     """Return the largest message up to ``size`` that divides as the kind needs; size 0 if none."""
     return Collective(
         kind=kind,

@@ -27,6 +27,8 @@ COMPILE_S = 20.0
 SETUP_S = 0.05
 ITERATIONS = (6, 100)  # the fewest that give a confidence interval, and the timing loop's cap
 SUSTAIN_S = 10.0
+FOREVER_S = 1e9
+_IN_A_ROW = 20  # about as many calls are timed as one
 
 
 def max_seconds(case: Case, sustain_s: float = SUSTAIN_S) -> float:
@@ -47,8 +49,15 @@ def min_iterations(case: Case) -> int:
     return 20 if calls else 1
 
 
-def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> float:
-    """Return the rough seconds to measure ``case``, with set-up and compilation."""
+def estimate_s(
+    case: Case,
+    cluster: Cluster,
+    sustain_s: float = SUSTAIN_S,
+    iterations: int | None = None,
+    warmup: int = 0,
+) -> float:
+    """Return the rough seconds to measure ``case``, with set-up and compilation. ``iterations``:
+    exactly so many instead of as many as its time allows; after ``warmup`` calls."""
     op = case.op
     assert not isinstance(op, Step | Resharding | LongAttention), "not for sweeps"
     on_gpu = case.regime == "graph" or case.backend not in _ON_CPUS
@@ -66,7 +75,9 @@ def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> fl
     longest = max_seconds(case, sustain_s) * (4 if isinstance(op, Overlap) else 1)
     timed = min(max(longest, fewest * once), most * once)
     compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
-    timed = longest if case.regime == "sustained" else timed
+    if iterations is not None:
+        timed = iterations * once * (_IN_A_ROW if case.regime in ("graph", "pipelined") else 1)
+    timed = longest if case.regime == "sustained" else timed + warmup * once
     timed += settle_s(case, cluster.device.kind)
     return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from meshwise.models.decoder import passes, products
 from meshwise.options.measure import GemmOptions
 from meshwise.probe.cases.scope import Scope, models_of
+from meshwise.probe.cases.sizes import parse_shapes
 from meshwise.spec import Case, Derived, Gemm, Model, Regime, Sample
 from meshwise.spec.op import Dtype
 from meshwise.stats import median_interval
@@ -59,20 +60,24 @@ _ROUNDS = 4
 
 
 def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
-    """List products of models and of other shapes. If no shapes are asked for: cubes (``square``),
+    """List products of models and of other ``shape``. If none is asked for: cubes (``square``),
     products of few rows (``skinny``), and cubes that take microseconds (``tiny``). ``search`` adds
     the grid from which ``next_shapes`` goes on.
 
     Without ``modes``: on GPUs cold, then the largest product of each dtype sustained (a search ends
     with its best shape sustained instead); on CPUs warm. sustained always takes only the largest.
     """
+    if asked.modes == ("sustained",) and (asked.iterations or asked.warmup):
+        name = "iterations" if asked.iterations else "warmup"
+        raise ValueError(f"{name}: a sustained product lasts --sustain; add another mode")
     scale, modes, square, search = _scale(scope), asked.modes, asked.square, asked.search
     skinny, tiny = asked.skinny, asked.tiny
-    if not (asked.model or asked.configs or square or skinny or tiny or search):
+    shapes = parse_shapes(asked.shape)
+    if not (asked.model or asked.configs or shapes or square or skinny or tiny or search):
         square, skinny, tiny = scale.squares, True, True
     if not modes:
         modes = ("warm",) if not scope.on_gpus else ("cold",) if search else ("cold", "sustained")
-    shapes = [(n, n, n) for n in square]
+    shapes += [(n, n, n) for n in square]
     if skinny:
         shapes += [(thin, scale.long, scale.long) for thin in scale.skinny]
     if tiny:

@@ -1,9 +1,12 @@
-"""Message sizes as users write them. No torch."""
+"""Sizes of messages and shapes of products as users write them. No torch."""
 
+import math
 import re
+from collections.abc import Sequence
+from itertools import product
 
 from meshwise.spec import DTYPE_BYTES, Collective
-from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
+from meshwise.spec.op import WHOLE, CollectiveKind, SentDtype
 from meshwise.units import parse_bytes
 
 TABLES = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
@@ -11,9 +14,11 @@ VECTOR_BYTES = 16  # parts of odd sizes take up to 2.3 times as long (benchmarks
 MOST_RANKS = 2048  # their matrix of splits has 4 million elements
 _LARGEST = 2**50
 _MOST = 1000  # most sizes in a range
+_MOST_SHAPES = 10_000
+_DIM = re.compile(r"(\d{1,12})(?::(\d{1,12}):(\d{1,12}))?", re.ASCII)
 
 
-def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dtype) -> int:
+def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: SentDtype) -> int:
     """Return the most bytes up to ``size_bytes`` that divide among the group as the kind needs, in
     parts that NCCL's vectors divide, if there are so many bytes."""
     parts = 1 if kind in WHOLE else group_size
@@ -59,6 +64,37 @@ def _steps(text: str, low: int, high: int, step: str) -> list[int]:
     return found
 
 
+def parse_shapes(given: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return (m, n, k) of every ``M,N,K``, each dim a number or ``START:STOP:STEP``. A range ends
+    before STOP and begins at STEP if START is 0, as mamf-finder's do; several give all products."""
+    ranges = [[_dim(text, dim) for dim in text.split(",")] for text in given]
+    for text, dims in zip(given, ranges, strict=True):
+        if len(dims) != 3:
+            raise ValueError(
+                f"shape = {text!r}: must be M,N,K, as 4096,4096,4096 or 4096:8192:1024,4096,4096"
+            )
+    if (count := sum(math.prod(map(len, dims)) for dims in ranges)) > _MOST_SHAPES:
+        raise ValueError(
+            f"shape = {' '.join(given)!r}: {count:,} shapes, must be <= {_MOST_SHAPES:,}; take "
+            "larger steps"
+        )
+    return [(m, n, k) for dims in ranges for m, n, k in product(*dims)]
+
+
+def _dim(text: str, dim: str) -> range:
+    found = _DIM.fullmatch(dim.strip())
+    start, stop, step = map(int, found.groups("0")) if found else (0, 0, 0)
+    if found and not found[2]:
+        stop, step = start + 1, 1
+    sizes = range(start or step, stop, step or 1)
+    if not sizes or not (start or (found and found[2])) or not step:
+        raise ValueError(
+            f"shape = {text!r}: {dim!r} must be a number >= 1 or START:STOP:STEP with STEP >= 1 "
+            "and STOP > START, as 4096:8192:1024"
+        )
+    return sizes
+
+
 def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
     """Return the bytes each rank sends to each, from ``BATCH,T0-T1-...,DIM``. Rank i looks up T_i
     tables of fp32 rows for the whole batch and sends each rank its share of the batch. ``field``:
@@ -77,7 +113,10 @@ def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
 
 
 def uneven(
-    splits: tuple[tuple[int, ...], ...], group_size: int, dtype: Dtype, ranks: tuple[int, ...] = ()
+    splits: tuple[tuple[int, ...], ...],
+    group_size: int,
+    dtype: SentDtype,
+    ranks: tuple[int, ...] = (),
 ) -> Collective:
     """Return the all_to_all_v in which ranks send each other these bytes. Its size is the most that
     a rank sends or receives."""
