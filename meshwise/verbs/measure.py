@@ -89,11 +89,17 @@ def _within(
     from meshwise.probe.cases import effort
 
     found, left_s = list[tuple[Case, float]](), math.inf if budget_s is None else budget_s
-    for case in cases:
-        about_s = effort.estimate_s(case, machine, sustain_s)
-        if about_s <= left_s or not found:
-            found.append((case, about_s))
-            left_s -= about_s
+    about_s = {case: effort.estimate_s(case, machine, sustain_s) for case in cases}
+    todo = list(cases)
+    seen = set[tuple[object, ...]]()
+    while todo:
+        at = effort.next_of(todo, about_s.__getitem__, left_s, seen) if found else 0
+        if at is None:
+            break
+        case = todo.pop(at)
+        seen.add(effort.category(case))
+        found.append((case, about_s[case]))
+        left_s -= about_s[case]
     if len(found) < len(cases):
         log.info(
             "the budget is likely to leave out %d of %d cases", len(cases) - len(found), len(cases)
