@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_306,
+    "cli": 1_314,
     "engine": 3_235,
     "fit": 995,
     "launch": 682,
     "models": 4_703,
     "nn": 1_362,
     "options": 975,
-    "pages": 6_043,
+    "pages": 6_046,
     "parallel": 3_184,
-    "prices": 1_246,
-    "probe": 6_564,
+    "prices": 1_253,
+    "probe": 6_566,
     "reshard": 5_094,
     "search": 2_711,
     "spec": 2_994,
     "suites": 1_003,
-    "verbs": 4_156,
+    "verbs": 4_187,
     "": 4_181,  # modules beside the rooms
 }
 
