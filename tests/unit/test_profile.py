@@ -398,4 +398,4 @@ def test_a_third_of_the_effort_prices_all_that_plans_send(kind, world_size, name
         measured = sizes[op_key(op, How(), cluster).category]
         assert len(measured) >= 2, op
         assert min(measured) / MOST_BEYOND <= op.size_bytes <= MOST_BEYOND * max(measured), op
-        assert op.size_bytes <= 4 * max(measured), op
+        assert op.size_bytes <= 32 * max(measured), op

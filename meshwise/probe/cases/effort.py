@@ -47,9 +47,11 @@ def settle_s(case: Case, device_kind: str) -> float:
 
 
 def min_iterations(case: Case) -> int:
-    """Return the fewest iterations: single calls of a collective vary a lot and need more."""
-    calls = isinstance(case.op, Collective) and case.regime in ("warm", "blocking")
-    return 20 if calls else 1
+    """Return the fewest iterations: single calls of a collective vary a lot and need more, large
+    ones fewer."""
+    if not isinstance(case.op, Collective) or case.regime not in ("warm", "blocking"):
+        return 1
+    return 20 if case.op.bytes <= 2**24 else 8
 
 
 def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> float:

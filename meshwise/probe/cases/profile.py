@@ -3,9 +3,9 @@
 In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrates best:
 
     0  what no plan can do without: copies, one product of each kind, and the messages that plans
-       send (``messages``): of every curve the least size, one in the middle, then the most
+       send (``messages``), of every curve the least size and one in the middle
     1  the products of each model's layer at a typical microbatch size and the layers as blocks,
-       the optimizer, then head and its products
+       the optimizer, head and its products; the largest messages that plans send
     2  the same of every tensor-parallel degree, with and without sequence parallelism; unsharded at
        two other microbatch sizes; messages in between; sharded at the other two sizes
     3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
@@ -194,7 +194,6 @@ def _round_0(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     categories = {op_key(op, How(), profile.cluster).category: op for op in reversed(ops)}
     yield from _for(PRODUCTS, reversed(categories.values()))
     yield from _sizes(messages, slice(2))
-    yield from _sizes(messages, slice(2, 3))
 
 
 def _round_1(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
@@ -203,6 +202,7 @@ def _round_1(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies[::2]))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST))
     yield from _behind_their_products(_of("head", blocks))
+    yield from _sizes(messages, slice(2, 3))
     yield from _for("copies", map(_copy, profile.scale.coarse_copies))
     yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies))
 
