@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from meshwise import store
 from meshwise.launcher import Job
 from meshwise.options import described
-from meshwise.options.measure import KINDS, CollectivesOptions, GemmOptions, MeasureOptions
+from meshwise.options.measure import (
+    KINDS,
+    CollectivesOptions,
+    GemmOptions,
+    MeasureOptions,
+    ProfileOptions,
+)
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.spec.record import NonNegative
 from meshwise.units import some_seconds
@@ -80,6 +86,15 @@ measure.__doc__ = "\n\n".join(
     [f"{inspect.getdoc(measure)}\n\n{described(MeasureOptions)}"]
     + [f"{what}:\n{described(kind, but=MeasureOptions)}" for what, kind in KINDS.items()]
 )
+
+
+def uses_of(asked: ProfileOptions) -> dict[str, str]:
+    """Return what each case of a profile is for, by the case's id."""
+    from meshwise.probe.cases.profile import with_uses
+
+    machine, size = place(asked.cluster, asked.nproc, keep=False)
+    options: Any = loaded(asked)
+    return {case.id: use for case, use in with_uses(scope_of(machine, size, asked.dtype), options)}
 
 
 def _within(
