@@ -399,3 +399,21 @@ def test_a_third_of_the_effort_prices_all_that_plans_send(kind, world_size, name
         assert len(measured) >= 2, op
         assert min(measured) / MOST_BEYOND <= op.size_bytes <= MOST_BEYOND * max(measured), op
         assert op.size_bytes <= 32 * max(measured), op
+
+
+def test_a_whole_profile_of_four_gpus_has_dense_curves_and_takes_six_minutes():
+    cluster, model = a_cluster("cuda", 4), catalogue.find_any("gpt-2.6b")
+    found = profile.cases(Scope(cluster, 4, "bf16"), ProfileOptions(model=(model,)))
+    assert sum(effort.estimate_s(case, cluster) for case in found) <= 360
+    sizes, shapes, microbatches = defaultdict(set), defaultdict(set), defaultdict(set)
+    for op in (case.op for case in found):
+        if isinstance(op, Collective):
+            sizes[op_key(op, How(), cluster).category].add(op.size_bytes)
+        elif isinstance(op, Attention):
+            shapes[op.direction].add(op)
+        elif isinstance(op, Block):
+            about = (op.part, op.direction, op.tp, op.sequence_parallel)
+            microbatches[about].add(op.microbatch_size)
+    assert len(sizes) == 16 and min(map(len, sizes.values())) >= 9
+    assert min(map(len, shapes.values())) >= 12
+    assert len(microbatches) == 20 and min(map(len, microbatches.values())) >= 3
