@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_308,
+    "cli": 1_316,
     "engine": 3_235,
     "fit": 1_002,
     "launch": 682,
     "models": 4_703,
     "nn": 1_362,
     "options": 1_013,
-    "pages": 6_050,
+    "pages": 6_053,
     "parallel": 3_184,
-    "prices": 1_300,
-    "probe": 6_494,
+    "prices": 1_307,
+    "probe": 6_732,
     "reshard": 5_094,
     "search": 2_721,
     "spec": 3_014,
     "suites": 1_003,
-    "verbs": 4_167,
+    "verbs": 4_201,
     "": 4_188,  # modules beside the rooms
 }
 

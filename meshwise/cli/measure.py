@@ -197,8 +197,16 @@ def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:
 def _list(asked: MeasureOptions, cases: "list[tuple[Case, float]]", json: bool) -> int:
     from meshwise.pages import collectives, samples
 
-    document = [{"id": case.id, "case": case, "about_s": about_s} for case, about_s in cases]
-    tables = [samples.listing(cases)]
+    uses: dict[str, str] = {}
+    if isinstance(asked, kinds.ProfileOptions):
+        from meshwise.verbs.measure import uses_of
+
+        uses = uses_of(asked)
+    document = [
+        {"id": case.id, "case": case, "about_s": about_s} | ({"use": uses[case.id]} if uses else {})
+        for case, about_s in cases
+    ]
+    tables = [samples.listing(cases, uses)]
     if isinstance(asked, kinds.FsdpOptions):
         from meshwise.verbs import reports
         from meshwise.verbs.measure import place

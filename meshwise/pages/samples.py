@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from meshwise.spec.label import label
 from meshwise.units import format_rate, format_seconds
 
 
-def listing(cases: Sequence[tuple[Case, float]]) -> Table:
-    """List the cases of ``measure --dry-run``, and about how long each takes."""
+def listing(cases: Sequence[tuple[Case, float]], uses: Mapping[str, str] | None = None) -> Table:
+    """List the cases of ``measure --dry-run``, and about how long each takes. ``uses``: what each
+    is for, by id."""
+    uses = uses or {}
     all_s = format_seconds(sum(about_s for _, about_s in cases))
     return listed(
         "Cases, most useful first",
@@ -38,9 +40,10 @@ def listing(cases: Sequence[tuple[Case, float]]) -> Table:
         ("", lambda row: row[0]),
         ("case", lambda row: label(row[1])),
         ("regime", lambda row: row[1].regime),
+        *((("for", lambda row: uses[row[1].id]),) if uses else ()),
         ("about", lambda row: row[2], format_seconds),
         legend=(f"{len(cases)} cases, about {all_s} in all; nothing was measured.",),
-        left=3,
+        left=4 if uses else 3,
     )
 
 

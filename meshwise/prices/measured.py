@@ -29,6 +29,7 @@ from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
     TIERS,
     Block,
+    Case,
     Collective,
     Costs,
     Curve,
@@ -41,6 +42,7 @@ from meshwise.spec import (
     Sized,
     Surface,
 )
+from meshwise.spec.label import label
 
 MEASURE = (
     "measure it: meshwise measure profile --resume with the options of the run, then "
@@ -198,11 +200,12 @@ class Prices:
     def _unmeasured(self, name: str, op: Op) -> Estimate:
         """Price by the data sheet, or raise a ValueError: the price is missing."""
         if self.datasheet is None:
-            raise ValueError(f"no price for {name}; {MEASURE}")
+            raise ValueError(f"no price for {name}; {MEASURE}; {_lacks(op)}")
         try:
             time_s, error = self.datasheet.time_s(op)
         except ValueError as lacking:
-            raise ValueError(f"no price for {name}; {MEASURE} ({lacking})") from None
+            said = f"no price for {name}; {MEASURE} ({lacking}); {_lacks(op)}"
+            raise ValueError(said) from None
         note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
         if isinstance(op, Collective) and (near := self._of_other_ranks(name, op)):
             time_s = slower_s(min(near.time_s), time_s)
@@ -232,7 +235,7 @@ class Prices:
             with contextlib.suppress(ValueError):
                 time_s, error = self.datasheet.time_s(op)
                 return Estimate(time_s, error, "datasheet", f"{where}: its data sheet's price")
-        raise ValueError(f"{where}, and a price holds for {MOST_BEYOND} x; {MEASURE}")
+        raise ValueError(f"{where}, and a price holds for {MOST_BEYOND} x; {MEASURE}; {_lacks(op)}")
 
     def fitted(self, op: Op, run: How | None = None) -> Fitted | None:
         """Return the fitted price that an operation has: its own category's, or a stand-in's."""
@@ -399,6 +402,10 @@ class Prices:
         if not isinstance(found, Factor) or not found.saved_ratio:
             return 1.0
         return _at_size(found, found.saved_ratio, block)
+
+
+def _lacks(op: Op) -> str:
+    return f"what lacks is the case {label(Case(op=op))}, or one near it"
 
 
 def in_bursts(op: Op, estimate: Estimate) -> bool:

@@ -6,8 +6,8 @@ rank is ``oom`` on all, a missing back end ``skipped``, any other failure ``erro
 transfer ends the job, since the ranks no longer know each other's state. ``current.json`` in the
 run directory then names the case.
 
-Rank 0 decides whether the next case still fits the budget. If not, cheaper cases may still run. A
-case passed over leaves no sample, so a resumed run measures it.
+Rank 0 decides which case comes next: the first that fits the budget; one that would take much of it
+waits (``effort.next_of``). A case passed over leaves no sample, so a resumed run measures it.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,11 +124,12 @@ def measure_all(
     pace = Pace(estimate_s, todo, budget_s) if ranks.rank == 0 else None  # only rank 0 decides
     with Progress(len(todo), visible=pace is not None) as progress:
         while todo:
-            for case in todo:
-                if not ranks.gather(pace.fits(case) if pace else None)[0]:
-                    missed += 1
-                    progress.pass_over()
-                    continue
+            while todo:
+                index = ranks.gather(pace.next(todo) if pace else None)[0]
+                if index is None:
+                    missed += len(todo)
+                    break
+                case = todo.pop(index)
                 ranks.at(label(case))
                 if pace:
                     store.write(folder / CURRENT, case)

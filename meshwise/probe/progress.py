@@ -6,9 +6,10 @@ standard error, because standard output is for documents.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from meshwise.probe.cases import effort
 from meshwise.spec import Case, Sample
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
@@ -29,24 +30,28 @@ class Pace:
         self.started = self.mark = time.monotonic()
         self.waiting: dict[Case, float] = {}
         self.seen: dict[tuple[str, ...], tuple[float, float]] = {}  # kind -> estimated, measured
+        self.categories = set[tuple[object, ...]]()
         self.add(cases)
 
     def add(self, cases: list[Case]) -> None:
         """Add cases that wait."""
         self.waiting |= {case: self.estimate_s(case) for case in cases}
 
-    def fits(self, case: Case) -> bool:
-        """Whether ``case`` should end within the budget. The first case always does, so a sweep
-        that is resumed often enough finishes."""
+    def next(self, todo: Sequence[Case]) -> int | None:
+        """Return the index of the case to measure next (``effort.next_of``), or None if no case
+        should end within the budget. The first case always does, so a sweep that is resumed often
+        enough finishes."""
         self.mark = time.monotonic()
         if self.budget_s is None or not self.seen:
-            return True
-        return self.mark - self.started + self._corrected_s(case) <= self.budget_s
+            return 0
+        left_s = self.budget_s - (self.mark - self.started)
+        return effort.next_of(todo, self._corrected_s, left_s, self.categories)
 
     def done(self, case: Case) -> None:
         estimated, measured = self.seen.get(_kind(case), (0.0, 0.0))
         took = time.monotonic() - self.mark
         self.seen[_kind(case)] = (estimated + self.waiting.pop(case), measured + took)
+        self.categories.add(effort.category(case))
 
     def remaining_s(self) -> float:
         """Return the seconds of all waiting cases, or the rest of the budget if that is less."""
@@ -100,10 +105,6 @@ class Progress:
             print(f"{count} more cases follow from these", file=sys.stderr, flush=True)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], total=self.total)
-
-    def pass_over(self) -> None:
-        """Count a case that does not fit the budget, without showing it."""
-        self.count += 1
 
     def end(self, sample: Sample, remaining_s: float) -> None:
         self.count += 1

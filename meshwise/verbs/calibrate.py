@@ -1,11 +1,12 @@
 """calibrate: samples of measure runs in, prices out (costs.json)."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwise import store
 from meshwise.prices import TOO_NOISY, name_of
-from meshwise.spec import Costs
+from meshwise.spec import Block, Collective, Costs, RunInfo, Sample
 from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
 from meshwise.spec.run import changes
@@ -51,6 +52,8 @@ def calibrate(
         if len(others) == len(costs.curves):
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
         log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others))
+    if lacking := _lacking(loaded):
+        log.warning("%s", lacking)
     for doubt in fit.doubts(costs):
         log.warning("%s", doubt)
     for curve in costs.curves:
@@ -60,3 +63,16 @@ def calibrate(
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs
+
+
+def _lacking(loaded: Sequence[tuple[RunInfo, Sequence[Sample]]]) -> str:
+    """Say what a profile did not measure: collectives between ranks, or blocks; "" if neither."""
+    profiles = [info for info, _ in loaded if "-measure-profile-" in info.run_id]
+    ops = [one.case.op for _, samples in loaded for one in samples if one.status == "ok"]
+    several = any(info.world_size > 1 for info in profiles)
+    found = []
+    if several and not any(isinstance(op, Collective) for op in ops):
+        found.append("no collective was measured: plans over several ranks lack prices")
+    if profiles and not any(isinstance(op, Block) for op in ops):
+        found.append("no block was measured: layers are added up as they are")
+    return "; ".join([*found, "meshwise measure profile --resume goes on"]) if found else ""

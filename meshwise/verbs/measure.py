@@ -22,6 +22,7 @@ from meshwise.options.measure import (
     CountedOptions,
     GemmOptions,
     MeasureOptions,
+    ProfileOptions,
 )
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.spec.record import NonNegative
@@ -93,16 +94,33 @@ measure.__doc__ = "\n\n".join(
 )
 
 
+def uses_of(asked: ProfileOptions) -> dict[str, str]:
+    """Return what each case of a profile is for, by the case's id."""
+    from meshwise.probe.cases.profile import with_uses
+
+    machine, size = place(asked.cluster, asked.nproc, keep=False)
+    options: Any = loaded(asked)
+    return {case.id: use for case, use in with_uses(scope_of(machine, size, asked.dtype), options)}
+
+
 def _within(
     budget_s: float | None, cases: list[Case], estimate_s: Callable[[Case], float]
 ) -> list[tuple[Case, float]]:
     """Estimate the seconds of each case, and list those that a sweep would reach in its budget."""
+    from meshwise.probe.cases import effort
+
     found, left_s = list[tuple[Case, float]](), math.inf if budget_s is None else budget_s
-    for case in cases:
-        about_s = estimate_s(case)
-        if about_s <= left_s or not found:
-            found.append((case, about_s))
-            left_s -= about_s
+    about_s = {case: estimate_s(case) for case in cases}
+    todo = list(cases)
+    seen = set[tuple[object, ...]]()
+    while todo:
+        at = effort.next_of(todo, about_s.__getitem__, left_s, seen) if found else 0
+        if at is None:
+            break
+        case = todo.pop(at)
+        seen.add(effort.category(case))
+        found.append((case, about_s[case]))
+        left_s -= about_s[case]
     if len(found) < len(cases):
         log.info(
             "the budget is likely to leave out %d of %d cases", len(cases) - len(found), len(cases)

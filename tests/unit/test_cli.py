@@ -237,6 +237,7 @@ def test_a_dry_run_lists_what_the_budget_leaves(capsys):
     found = json.loads(out)
     assert 1 < len(found) < len(every) and sum(one["about_s"] for one in found) <= 20
     assert found[0] == every[0] and all(one in every for one in found)
+    assert {"copies", "layers", "heads", "products of the model"} < {one["use"] for one in every}
     assert f"the budget is likely to leave out {len(every) - len(found)} of {len(every)}" in err
     assert call(*asked, "--quick") == 0
     quick = json.loads(capsys.readouterr().out)

@@ -1,16 +1,22 @@
 """The cases of a profile: what must be there, in which order, under which name."""
 
+import functools
 import subprocess
 import sys
+from collections import defaultdict
 
 import msgspec
 import pytest
 
-from meshwise.models import block_ops, catalogue
+from meshwise.models import block_ops, catalogue, graph, program_of
 from meshwise.options.measure import ProfileOptions
+from meshwise.prices import op_key
+from meshwise.prices.key import How
+from meshwise.prices.measured import MOST_BEYOND
 from meshwise.probe import progress
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
+from meshwise.search.space import legal_layouts
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -18,6 +24,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Costs,
     Device,
     Elementwise,
     Experts,
@@ -32,6 +39,7 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.label import label
+from meshwise.verbs.measure import _within
 
 MODEL = Model(hidden=96, layers=2, heads=6, ffn=384, vocab=1000, max_seq_len=256)
 
@@ -292,25 +300,25 @@ def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     copies = [Case(op=Elementwise(kind="copy", read_bytes=n, write_bytes=n)) for n in (1, 2, 3)]
     gemm = Case(op=Gemm(m=1, n=1, k=1))
     pace = progress.Pace(lambda _: 1.0, [*copies, gemm], budget_s=10.0)
-    assert pace.fits(copies[0])
+    assert pace.next([*copies, gemm]) == 0
     clock[0] = 6.0  # it took six times its estimate: the other copies will too
     pace.done(copies[0])
     assert pace.remaining_s() == 4.0
-    assert not pace.fits(copies[1])
-    assert pace.fits(gemm)
+    assert pace.next(copies[1:]) is None
+    assert pace.next([*copies[1:], gemm]) == 2
     clock[0] = 9.0
     pace.done(gemm)
-    assert not pace.fits(copies[2])
+    assert pace.next(copies[2:]) is None
 
     clock[0] = 0.0
     unbounded = progress.Pace(lambda _: 1.0, copies, budget_s=None)
     assert unbounded.remaining_s() == 3.0
-    assert unbounded.fits(copies[2])
+    assert unbounded.next(copies[2:]) == 0
 
 
 def test_the_first_case_always_fits():
     case = Case(op=Gemm(m=4096, n=4096, k=4096))
-    assert progress.Pace(lambda _: 5.0, [case], budget_s=1e-6).fits(case)
+    assert progress.Pace(lambda _: 5.0, [case], budget_s=1e-6).next([case]) == 0
 
 
 def test_progress_in_a_log_is_one_plain_line_a_case(capsys):
@@ -319,7 +327,6 @@ def test_progress_in_a_log_is_one_plain_line_a_case(capsys):
     failed = Sample(case_id=case.id, case=case, status="oom", reason="rank 1: out of memory")
     with progress.Progress(3, visible=True) as shown:
         shown.end(done, 61.4)
-        shown.pass_over()
         shown.end(failed, 0.0)
     with progress.Progress(3, visible=False) as hidden:
         hidden.end(done, 1.0)
@@ -327,10 +334,86 @@ def test_progress_in_a_log_is_one_plain_line_a_case(capsys):
     assert out == ""
     assert err.splitlines() == [
         "1/3  gemm 8x8x8 bf16  2.00 ms  (61 s left)",
-        "3/3  gemm 8x8x8 bf16  oom: rank 1: out of memory  (0 s left)",
+        "2/3  gemm 8x8x8 bf16  oom: rank 1: out of memory  (0 s left)",
     ]
 
 
 def test_listing_cases_needs_no_torch():
     code = "import sys, meshwise.probe.progress; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_case_that_takes_much_of_the_budget_waits_behind_other_categories():
+    gemms = [Case(op=Gemm(m=n, n=1, k=1)) for n in (1, 2)]
+    sends = [Case(op=Collective(kind=kind, size_bytes=8, group_size=2)) for kind in KINDS[:2]]
+    todo, seconds = [*gemms, *sends], dict(zip([*gemms, *sends], (3.0, 1.0, 2.0, 3.0), strict=True))
+    following = functools.partial(effort.next_of, todo, seconds.__getitem__)
+    assert following(20.0, ()) == 0
+    assert following(10.0, ()) == 1  # the smaller product gives a first price
+    seen = {effort.category(gemms[0])}
+    assert following(10.0, seen) == 2
+    assert following(10.0, {*map(effort.category, todo)}) == 0
+    assert following(2.5, seen) == 1  # what does not fit is passed over
+    assert following(0.5, seen) is None
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "name"),
+    [
+        ("cpu", 2, "gpt-30m"), ("cpu", 4, "gpt-30m"), ("cuda", 2, "llama-3-8b"),
+        ("cuda", 4, "gpt-2.6b"), ("cuda", 8, "gpt-2.6b"), ("cuda", 4, "wresnet-1b"),
+        ("cuda", 4, "moe-2.4b"),
+    ],
+)  # fmt: skip
+def test_a_third_of_the_effort_prices_all_that_plans_send(kind, world_size, name):
+    """By the laws of plans: programs of layouts, each message within 256 times a measured size."""
+    cluster, model = a_cluster(kind, world_size), catalogue.find_any(name)
+    dtype = "bf16" if kind == "cuda" else "fp32"
+    workload = catalogue.default_workload(cluster, model)
+    found = profile.cases(Scope(cluster, world_size, dtype), ProfileOptions(model=(model,)))
+    effort_s = sum(effort.estimate_s(case, cluster) for case in found)
+    chosen = [case for case, _ in _within(effort_s / 3, found, cluster, effort.SUSTAIN_S)]
+    assert len(chosen) < len(found)
+    sizes = defaultdict(set)
+    for op in (case.op for case in chosen if isinstance(case.op, Collective)):
+        sizes[op_key(op, How(), cluster).category].add(op.size_bytes)
+    costs = Costs(
+        cluster=cluster, dtype=dtype, lowering="eager", world_size=world_size, curves=(),
+        surfaces=(), runs=(),
+    )  # fmt: skip
+    layouts, _ = legal_layouts(model, workload, costs, world_size)
+    sent = set()
+    for layout in layouts[:: 1 + len(layouts) // 60]:
+        inside = msgspec.structs.replace(
+            layout, pp=1, schedule="none", stages_per_rank=1, num_microbatches=1, layers=()
+        )
+        of = graph(model, layout.microbatch_size, workload.seq_len, dtype)
+        ops = [task.op for task in program_of(of, inside, dtype).tasks]
+        sent |= {op for op in ops if isinstance(op, Collective) and op.group_size > 1}
+    assert sent
+    for op in sent:
+        measured = sizes[op_key(op, How(), cluster).category]
+        assert len(measured) >= 2, op
+        assert min(measured) / MOST_BEYOND <= op.size_bytes <= MOST_BEYOND * max(measured), op
+        assert op.size_bytes <= 32 * max(measured), op
+
+
+def test_a_whole_profile_of_four_gpus_has_dense_curves_and_takes_six_minutes():
+    cluster, model = a_cluster("cuda", 4), catalogue.find_any("gpt-2.6b")
+    found = profile.cases(Scope(cluster, 4, "bf16"), ProfileOptions(model=(model,)))
+    assert sum(effort.estimate_s(case, cluster) for case in found) <= 360
+    sizes, shapes, microbatches = defaultdict(set), defaultdict(set), defaultdict(set)
+    for op in (case.op for case in found):
+        if isinstance(op, Collective):
+            sizes[op_key(op, How(), cluster).category].add(op.size_bytes)
+        elif isinstance(op, Attention):
+            shapes[op.direction].add(op)
+        elif isinstance(op, Block):
+            about = (op.part, op.direction, op.tp, op.sequence_parallel)
+            microbatches[about].add(op.microbatch_size)
+    assert len(sizes) == 16 and min(map(len, sizes.values())) >= 9
+    assert min(map(len, shapes.values())) >= 12
+    assert len(microbatches) == 20 and min(map(len, microbatches.values())) >= 3

@@ -839,10 +839,11 @@ def test_a_transfer_takes_the_links_between_its_ranks(measured, per_host, inside
 def test_without_a_price_for_messages_there_is_no_pipeline(measured):  # noqa: F811
     plan = search.find(MODEL, WORKLOAD, measured, num_devices=4)
     assert {x.pp for x in (plan.layout, *(c.layout for c in plan.runners_up))} == {1}
-    (missing,) = [
-        r for r in plan.removed if r.constraint.startswith("no price for send_recv 2 by nv")
-    ]
-    assert "meshwise measure profile" in missing.constraint and missing.count > 0
+    lacking = [r for r in plan.removed if r.constraint.startswith("no price for send_recv 2 by nv")]
+    assert lacking
+    for missing in lacking:
+        assert "meshwise measure profile" in missing.constraint and missing.count > 0
+        assert "what lacks is the case send_recv" in missing.constraint
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

@@ -17,7 +17,7 @@ from meshwise import spec, store
 from meshwise.files import read_bytes
 from meshwise.launcher import Job
 from meshwise.patience import Patience
-from meshwise.spec import Cluster, RunInfo, Sample
+from meshwise.spec import Block, Cluster, Collective, Convolution, RunInfo, Sample
 from meshwise.verbs import files, ring, world
 from meshwise.verbs import measure as measuring
 from meshwise.verbs.recording import Recording
@@ -501,6 +501,22 @@ class TestCalibrateAndPlan:
         meshwise.calibrate()
         assert "using the newest run ./runs/20260101T000000-measure-profile-two-cpus" in caplog.text
         assert meshwise.calibrate(("runs/20260101T000000-measure-profile-two-cpus",)) == self.costs
+
+    def test_a_profile_without_collectives_or_blocks_is_warned_of_in_one_line(self, caplog):
+        (run_dir,) = Path("runs").iterdir()
+        info, samples, _ = store.load(run_dir)
+        for name, kinds, said in (
+            ("a", (Collective, Block), ["no collective was measured", "no block was measured"]),
+            ("b", (Block,), ["no block was measured"]),
+            ("c", (Convolution,), []),
+        ):
+            kept = [one for one in samples if not isinstance(one.case.op, kinds)]
+            part = msgspec.structs.replace(info, run_id=f"20260102T000000-measure-profile-{name}")
+            caplog.clear()
+            meshwise.calibrate(known.write_run(Path("runs"), part, kept), out=f"{name}.json")
+            lines = [line for line in caplog.messages if "was measured: " in line]
+            assert len(lines) == bool(said) and all(words in lines[0] for words in said)
+            assert all("measure profile --resume" in line for line in lines)
 
     def test_plan_json_is_the_plan(self):
         plan = meshwise.plan()

@@ -4,6 +4,8 @@ A case takes its set-up, then as many iterations as its time allows. The rates a
 device of each kind; the sweep corrects the estimates by measured durations.
 """
 
+from collections.abc import Callable, Collection, Sequence
+
 from meshwise.models import block_ops
 from meshwise.spec import (
     Attention,
@@ -23,12 +25,15 @@ _RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
     "cpu": (2e10, 4e9, 4e8, 3e-5, 5e-4),
 }
 _ON_CPUS = ("", "flash", "math", "flex", "gloo")  # back ends
-COMPILE_S = 20.0
+COMPILE_S = 4.0  # stored profiles of H200: 0.5 to 4.4 s a block, one 8 s
 SETUP_S = 0.05
 ITERATIONS = (6, 100)  # the fewest that give a confidence interval, and the timing loop's cap
 SUSTAIN_S = 10.0
 FOREVER_S = 1e9
 _IN_A_ROW = 20  # about as many calls are timed as one
+LARGE = 0.2  # of the time left: a case that takes more waits
+AHEAD = 24  # cases that may go before one that waits
+_ALIKE = ("kind", "part", "direction", "product", "group_size", "tp")
 
 
 def max_seconds(case: Case, sustain_s: float = SUSTAIN_S) -> float:
@@ -44,9 +49,11 @@ def settle_s(case: Case, device_kind: str) -> float:
 
 
 def min_iterations(case: Case) -> int:
-    """Return the fewest iterations: single calls of a collective vary a lot and need more."""
-    calls = isinstance(case.op, Collective) and case.regime in ("warm", "blocking")
-    return 20 if calls else 1
+    """Return the fewest iterations: single calls of a collective vary a lot and need more, large
+    ones fewer."""
+    if not isinstance(case.op, Collective) or case.regime not in ("warm", "blocking"):
+        return 1
+    return 20 if case.op.bytes <= 2**24 else 8
 
 
 def estimate_s(
@@ -73,6 +80,7 @@ def estimate_s(
         once *= 1.5  # each iteration does an untimed forward first
     fewest, most = ITERATIONS
     longest = max_seconds(case, sustain_s) * (4 if isinstance(op, Overlap) else 1)
+    fewest = max(fewest, min_iterations(case))
     timed = min(max(longest, fewest * once), most * once)
     compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
     if iterations is not None:
@@ -88,3 +96,32 @@ def _once_s(op: Op, cluster: Cluster) -> float:
     if isinstance(op, Collective):
         return latency + op.bytes / wire
     return launch + op.flops / flops + op.bytes / memory
+
+
+def category(case: Case) -> tuple[object, ...]:
+    """Return what cases share if a price of one is a first price of the others."""
+    op = case.op
+    order = (getattr(op, "trans_a", None), getattr(op, "trans_b", None))
+    fields = (getattr(op, field, None) for field in _ALIKE)
+    return (type(op).__name__, *fields, *order, case.lowering, case.regime, case.backend)
+
+
+def next_of(
+    todo: Sequence[Case],
+    seconds: Callable[[Case], float],
+    left_s: float,
+    seen: Collection[tuple[object, ...]],
+) -> int | None:
+    """Return the index of the case to measure next: the first one that fits in ``left_s`` seconds.
+    One that takes over a fifth of them waits behind smaller ones of categories not ``seen``, if
+    they come soon. Return None if none fits."""
+    large = None
+    for index, case in enumerate(todo):
+        if large is not None and index > large + AHEAD:
+            break
+        about_s = seconds(case)
+        if about_s <= LARGE * left_s and (large is None or category(case) not in seen):
+            return index
+        if about_s <= left_s and large is None:
+            large = index
+    return large

@@ -2,16 +2,18 @@
 
 In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrates best:
 
-    1  copies; the operations of each model's layer and head at a typical microbatch size; the
-       collectives of plans, and the exchanges of pipelines; these layers and heads as blocks
-    2  operations and blocks of every tensor-parallel degree, with and without sequence
-       parallelism; then unsharded at the other microbatch sizes, the smallest first
-    3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the
-       sharded blocks at the smallest microbatch
+    0  what no plan can do without: copies, one product of each kind, and the messages that plans
+       send (``messages``), of every curve the least size and one in the middle
+    1  the products of each model's layer at a typical microbatch size and the layers as blocks,
+       the optimizer, head and its products; the largest messages that plans send
+    2  the same of every tensor-parallel degree, with and without sequence parallelism; unsharded at
+       two other microbatch sizes; messages in between; sharded at the other two sizes
+    3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
+       size, what this model does not send, square and skinny GEMMs, other attention shapes
 
 Operations come before the block they make up, since a block calibrates nothing without their
 prices. A block's forward and backward are neighbours, to share one set-up. Image models have layers
-of several shapes, a block each: the most frequent in round 1, the others first in round 2.
+of several shapes, a block each: the most frequent in round 1, the others in round 2.
 
 Each case is timed as a step runs it (``prices.in_step``). On a GPU, blocks are timed after half a
 second of the same work, to run at the clocks that the power cap allows. Cases with the same price
@@ -23,10 +25,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.options.measure import ProfileOptions
 from meshwise.prices import in_step, op_key
+from meshwise.prices.key import How
+from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
 from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -44,7 +50,7 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
-from meshwise.spec.op import CollectiveKind, Dtype
+from meshwise.spec.op import REDUCING, CollectiveKind, Dtype
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
@@ -52,6 +58,12 @@ MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
 IN_PLACE = ("all_reduce", "broadcast")  # as in torch
 FIRST = slice(1)  # only the first of several blocks or sizes
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
+
+
+Models = tuple[AnyModel, ...]
+Messages = list[Sent]
+For = tuple[Op, str]  # and what it is measured for
+PRODUCTS = "products of the model"
 
 
 class ProfileSizes(NamedTuple):
@@ -71,7 +83,7 @@ class ProfileSizes(NamedTuple):
 
 SCALES = {
     "cuda": ProfileSizes(
-        microbatches=(8, 1, 4, 2),
+        microbatches=(4, 1, 8, 2),
         images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
@@ -90,9 +102,9 @@ SCALES = {
     ),
     "cpu": ProfileSizes(
         microbatches=(2, 1, 4),
-        images=(2, 1),
+        images=(2, 1, 4),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
-        dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB),
+        dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB, 2 * MiB),
         coarse_copies=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_copies=(64 * MiB, 4 * MiB, 256 * KiB),
         squares=(1024, 512, 256, 128),
@@ -126,6 +138,14 @@ class Profile(NamedTuple):
         fewer = (size * usual // self.length(model) for size in self.scale.microbatches)
         return tuple(dict.fromkeys(max(1, size) for size in fewer))
 
+    def work(self, model: AnyModel) -> Sizing:
+        """Return the model with its smallest, a typical and its largest microbatch by dp."""
+        usual, typical = default_workload(self.cluster, model), self.microbatches(model)[0]
+        batch = usual.global_batch_size * usual.seq_len // self.length(model)
+        by_dp = {dp: max(1, batch // dp) for dp in degrees(self.world_size)}
+        sizes = {dp: tuple(sorted({1, min(typical, most), most})) for dp, most in by_dp.items()}
+        return Sizing(model, self.length(model), sizes)
+
 
 def cases(scope: Scope, asked: ProfileOptions) -> list[Case]:
     """List the cases of a profile in priority order, none twice.
@@ -134,6 +154,11 @@ def cases(scope: Scope, asked: ProfileOptions) -> list[Case]:
     ``lowering`` is that of the blocks, and so of the plans made from them. Its default is compiled
     on GPUs and eager on CPUs. Single operations are always eager.
     """
+    return [case for case, _ in with_uses(scope, asked)]
+
+
+def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
+    """List the cases of a profile, each with the words for what it is for."""
     cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
         raise ValueError(
@@ -149,74 +174,120 @@ def cases(scope: Scope, asked: ProfileOptions) -> list[Case]:
         asked.seq_len,
     )
     planned = models_of(asked) or (default_model(cluster),)
-    rounds = [part(profile, planned) for part in (_round_1, _round_2, _round_3)]
-    found: dict[tuple[object, ...], Case] = {}
-    for op in (op for part in rounds for op in part):
+    messages = sent(scope, [profile.work(model) for model in planned])
+    found: dict[tuple[object, ...], tuple[Case, str]] = {}
+    rounds = (part(profile, planned, messages) for part in (_round_0, _round_1, _round_2, _round_3))
+    for op, use in itertools.chain.from_iterable(rounds):
         run = in_step(op, cluster, profile.lowering)
         category, coordinates = op_key(op, run, cluster)
         case = Case(op=op, world_size=world_size, **run._asdict())
-        found.setdefault((category, *coordinates.values()), case)
+        found.setdefault((category, *coordinates.values()), (case, use))
     return list(found.values())
 
 
-def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
-    yield from map(_copy, profile.scale.coarse_copies)
+def _round_0(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
+    """Yield one price of each kind: what no plan can do without."""
+    small, _, large, *_ = profile.scale.coarse_copies
+    yield from _for("copies", map(_copy, (small, large)))
     blocks = [block for model in models for block in _blocks(profile, model, 0)]
-    yield from _products(blocks)
-    yield from _beside_blocks(profile, models, FIRST)
-    yield from map(_adamw, profile.scale.coarse_copies)
-    yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
-    if any(not isinstance(model, WideResNet) and model.experts for model in models):
-        yield from _collectives(profile, ("all_to_all",), profile.scale.coarse_bytes)
-    yield from _pairs(profile)
-    yield from blocks
-    yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[2:])
+    ops = [*_products(_of("layer", blocks)), *_beside_blocks(profile, models, FIRST)]
+    categories = {op_key(op, How(), profile.cluster).category: op for op in reversed(ops)}
+    yield from _for(PRODUCTS, reversed(categories.values()))
+    yield from _sizes(messages, slice(2))
 
 
-def _round_2(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
-    for model in models:
-        yield from _behind_their_products(list(_blocks(profile, model, 0, which=slice(1, None))))
+def _round_1(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
+    blocks = [block for model in models for block in _blocks(profile, model, 0)]
+    yield from _behind_their_products(_of("layer", blocks))
+    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies[::2]))
+    yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST))
+    yield from _behind_their_products(_of("head", blocks))
+    yield from _sizes(messages, slice(2, 3))
+    yield from _for("copies", map(_copy, profile.scale.coarse_copies))
+    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies))
+
+
+def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
     yield from _tensor_parallel(profile, models, 0)
-    for nth in range(1, len(profile.scale.microbatches)):
+    for nth in (1, 2):
         for model in models:
             yield from _behind_their_products(list(_blocks(profile, model, nth)))
-    for tp in _degrees(profile.world_size)[1:]:
-        yield from _beside_blocks(profile, models, FIRST, tp)
-    yield from _beside_blocks(profile, models, slice(1, None))
+    yield from _sizes(messages, slice(3, 5))
+    for model in models:
+        yield from _behind_their_products(list(_blocks(profile, model, 0, which=slice(1, None))))
+    for nth in (1, 2):
+        yield from _tensor_parallel(profile, models, nth)
+    for tp in degrees(profile.world_size)[1:]:
+        yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST, tp))
+    yield from _for(PRODUCTS, _beside_blocks(profile, models, slice(1, None)))
 
 
-def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
+def _round_3(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
     scale, dtype = profile.scale, profile.dtype
-    yield from _collectives(profile, MAIN, scale.dense_bytes[:1])
-    yield from _collectives(profile, OTHER, scale.coarse_bytes)
-    yield from _collectives(profile, MAIN, scale.dense_bytes[1:])
+    yield from _sizes(messages, slice(5, None))
+    yield from _for("other lengths", _lengths(profile, models))
+    for model in models:
+        yield from _behind_their_products(list(_blocks(profile, model, 3)))
+    sizes = (*scale.coarse_bytes, *scale.dense_bytes)
+    others = (_collectives(profile, kinds, sizes, messages) for kinds in (MAIN, OTHER))
+    yield from _for("other messages", itertools.chain.from_iterable(others))
     for size in scale.dense_copies:
-        yield from (_copy(size), _adamw(size))
-    for n in scale.squares:
-        yield from _passes(n, n, n, dtype)
-    for thin in scale.skinny:
-        yield from _passes(scale.long, thin, scale.long, dtype)
-        yield from _passes(thin, scale.long, scale.long, dtype)
+        yield from ((_copy(size), "copies"), (_adamw(size), "optimizer"))
+    square = (_passes(n, n, n, dtype) for n in scale.squares)
+    long = scale.long
+    skinny = (
+        (*_passes(long, thin, long, dtype), *_passes(thin, long, long, dtype))
+        for thin in scale.skinny
+    )
+    yield from _for("other shapes", itertools.chain(*square, *skinny))
     for heads, tokens, head_dim in scale.attention:
         for direction in DIRECTIONS:
-            yield Attention(
+            op = Attention(
                 batch=1, q_len=tokens, kv_len=tokens, heads=heads, kv_heads=heads,
                 head_dim=head_dim, direction=direction, dtype=dtype,
             )  # fmt: skip
-    yield from _tensor_parallel(profile, models, 1)
+            yield op, "other shapes"
 
 
-def _tensor_parallel(profile: Profile, models: tuple[AnyModel, ...], nth: int) -> Iterator[Op]:
+def _for(use: str, ops: Iterable[Op]) -> Iterator[For]:
+    return ((op, use) for op in ops)
+
+
+def _of(part: str, blocks: list[Block]) -> list[Block]:
+    return [block for block in blocks if block.part == part]
+
+
+def _sizes(messages: Messages, which: slice) -> Iterator[For]:
+    """Yield messages of every curve, one size after the other. ``which``: of their sizes."""
+    rows = itertools.zip_longest(*(of.sizes[which] for of in messages))
+    for row in rows:
+        for of, size in zip(messages, row, strict=True):
+            for stride in of.strides if size else ():
+                yield replace(of.like, size_bytes=size, group_stride=stride), of.use
+
+
+def _lengths(profile: Profile, models: Models) -> Iterator[Attention]:
+    """Yield the attention of a layer at other lengths, about as many tokens in all."""
+    for block in (block for model in models for block in _blocks(profile, model, 0)):
+        for op in block_ops(block):
+            for times in (0.25, 0.5, 2, 4) if isinstance(op, Attention) else ():
+                assert isinstance(op, Attention)
+                length, batch = int(op.q_len * times), int(op.batch / times)
+                if op.q_len == op.kv_len and length and batch:
+                    yield replace(op, q_len=length, kv_len=length, batch=batch)
+
+
+def _tensor_parallel(profile: Profile, models: Models, nth: int) -> Iterator[For]:
     """Yield blocks of every degree above 1, with sequence parallelism first: it saves memory."""
-    for tp in _degrees(profile.world_size)[1:]:
+    for tp in degrees(profile.world_size)[1:]:
         for model in models:
             sharded = (_blocks(profile, model, nth, tp, sp) for sp in (True, False))
             yield from _behind_their_products([block for blocks in sharded for block in blocks])
 
 
-def _behind_their_products(blocks: list[Block]) -> Iterator[Op]:
-    yield from _products(blocks)
-    yield from blocks
+def _behind_their_products(blocks: list[Block]) -> Iterator[For]:
+    yield from _for(PRODUCTS, _products(blocks))
+    yield from ((block, f"{block.part}s") for block in blocks)
 
 
 def _products(blocks: list[Block]) -> Iterator[Shaped]:
@@ -225,7 +296,7 @@ def _products(blocks: list[Block]) -> Iterator[Shaped]:
 
 
 def _beside_blocks(
-    profile: Profile, models: tuple[AnyModel, ...], chosen: slice, tp: int = 1
+    profile: Profile, models: Models, chosen: slice, tp: int = 1
 ) -> Iterator[Shaped]:
     """Yield the operations of models whose blocks do not contain all of them: image models, and
     models with experts. ``chosen``: which microbatch sizes."""
@@ -294,36 +365,28 @@ def _blocks(
             yield block
 
 
-def _degrees(world_size: int) -> list[int]:
-    """List the powers of two that divide the world size, and the world size; 1 first."""
-    powers = (2**i for i in range(world_size.bit_length()))
-    return sorted({size for size in powers if world_size % size == 0} | {1, world_size})
-
-
 def _collectives(
-    profile: Profile, kinds: tuple[CollectiveKind, ...], sizes: tuple[int, ...]
+    profile: Profile,
+    kinds: tuple[CollectiveKind, ...],
+    sizes: tuple[int, ...],
+    messages: Messages,
 ) -> Iterator[Collective]:
-    """Yield every kind over every group that plans use, all small sizes before larger ones."""
+    """Yield every kind over every group, without those that the model's plans send."""
+    known = {_curve_of(of.like) for of in messages}
     for size in sizes:
-        for group_size in _degrees(profile.world_size)[1:]:
+        for group_size in degrees(profile.world_size)[1:]:
             whole = size - size % (group_size * DTYPE_BYTES["fp32"])
             dtypes: tuple[Dtype, ...] = (profile.dtype, "fp32")
             # next to each other as in tp groups, and as far apart as in dp groups
             strides = (1, profile.world_size // group_size)
             for kind, dtype, stride in itertools.product(kinds, dtypes, strides):
-                yield Collective(
+                op = Collective(
                     kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
                     dtype=dtype, in_place=kind in IN_PLACE,
                 )  # fmt: skip
+                if _curve_of(op) not in known:
+                    yield op
 
 
-def _pairs(profile: Profile) -> Iterator[Collective]:
-    """Yield messages of pipeline neighbours, as near as they can be over each tier of links."""
-    reaches = [1, *(tier.num_devices for tier in profile.cluster.tiers)]
-    for size in profile.scale.coarse_bytes:
-        for stride in reaches:
-            if profile.world_size % (2 * stride) == 0:
-                yield Collective(
-                    kind="send_recv", size_bytes=size, group_size=2, group_stride=stride,
-                    dtype=profile.dtype,
-                )  # fmt: skip
+def _curve_of(op: Collective) -> tuple[str | int, ...]:
+    return op.kind, op.dtype if op.kind in REDUCING else "", op.group_size
