@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_307,
     "probe": 6_732,
     "reshard": 5_094,
-    "search": 2_721,
+    "search": 2_734,
     "spec": 3_014,
     "suites": 1_003,
     "verbs": 4_201,
