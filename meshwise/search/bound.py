@@ -32,7 +32,7 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
-from meshwise.search.charges import beside_of, copies_take, is_copy
+from meshwise.search.charges import MESSAGES, beside_of, copies_take, is_copy
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
 from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
@@ -41,11 +41,13 @@ from meshwise.spec.record import Record
 
 
 class LayerWork(NamedTuple):
-    """The work of some layers on one microbatch: seconds, bytes saved for the backward, bytes of
-    float32 parameters, and bytes of the copies that compute reads."""
+    """The work of some layers on one microbatch: seconds, of which ``messages_s`` between tp ranks
+    or to experts, bytes saved for the backward, bytes of float32 parameters, and bytes of the
+    copies that compute reads."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    messages_s: float = 0.0
     saved_bytes: float = 0.0
     parameter_bytes: float = 0.0
     copy_bytes: float = 0.0
@@ -86,18 +88,18 @@ Again = tuple[Recompute, int | None]  # what backward recomputes, in how many la
 class RankWork(NamedTuple):
     """Work per rank. ``first``: the first rank's work, with embedding and head. ``least``: the
     minimum over its stages, field by field, without embedding and head. ``times``: for each rank,
-    seconds before and after its work, and seconds of its work on one microbatch. A rank is left out
-    if another one has more of both."""
+    seconds before and after its work, and its work on one microbatch. A rank is left out if another
+    one has more seconds of both."""
 
     first: LayerWork
     least: LayerWork
-    times: tuple[tuple[float, float], ...]
+    times: tuple[tuple[float, LayerWork], ...]
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """Return a lower bound of the step time from compute alone."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    return max([around_s + count * both_s for around_s, both_s in ranks.times])
+    return max([around_s + count * work.both_s for around_s, work in ranks.times])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
@@ -131,11 +133,13 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
         backwards_s = (count - 1) * first.backward_s if alone else 0.0
         in_a_row_s = count * first.forward_s + backwards_s + sent.reductions_s
     beside = beside_of(inside, prices)
-    slowed_s = _side_by_side_s(work_s, _sent_s(sent, layout), beside)
+    messages_s = count * first.messages_s
+    slowed_s = _side_by_side_s(work_s, messages_s, _sent_s(sent, layout), beside)
     if not layout.meshes and not layout.ways:
         least_s = min([_sent_s(each, layout) for each in ranks_sent])
-        both = [(at, _side_by_side_s(count * each, least_s, beside)) for at, each in ranks.times]
-        slowed_s = max(slowed_s, *[around_s + each for around_s, each in both])
+        for around_s, work in ranks.times:
+            some_s = count * work.both_s, count * work.messages_s
+            slowed_s = max(slowed_s, around_s + _side_by_side_s(*some_s, least_s, beside))
     return max(exposed_s, in_a_row_s, slowed_s)
 
 
@@ -153,15 +157,20 @@ def _sent_s(sent: DataTraffic, layout: Layout) -> float:
     return gathers * sent.gathers_s + reductions * sent.reductions_s
 
 
-def _side_by_side_s(work_s: float, sent_s: float, beside: Beside | None) -> float:
-    """Return the least seconds of work and messages: side by side as long as possible, where both
-    are slower than alone."""
+def _side_by_side_s(
+    work_s: float, messages_s: float, sent_s: float, beside: Beside | None
+) -> float:
+    """Return the least seconds of work and data-parallel messages: side by side as long as
+    possible, where both are slower than alone. ``messages_s``: of the work, other messages; what
+    these let pass at no cost comes first."""
     if beside is None:
         return work_s + sent_s
-    work = max(beside.products, beside.memory, beside.messages)
-    sent = max(beside.collective, beside.messages)
-    together_s = min(work_s / work, sent_s / sent)
-    return work_s + sent_s - max(0.0, work + sent - 1) * together_s
+    passed_s = min(sent_s, max(0.0, 2 * beside.messages - 1) * messages_s)
+    work_s, sent_s = work_s - messages_s, sent_s - passed_s
+    speed = max(beside.products, beside.memory)
+    together_s = min(work_s / speed, sent_s / beside.collective)
+    saved_s = max(0.0, speed + beside.collective - 1) * together_s
+    return messages_s + work_s + sent_s - saved_s
 
 
 def memory_bytes(
@@ -265,10 +274,10 @@ def _ranks_of(
     for stage, end in enumerate(stages):
         rank = rank_of(schedule, stage, pp)
         ranks[rank] = ranks[rank].plus(whole[end])
-    around_s, times = 0.0, list[tuple[float, float]]()
+    around_s, times = 0.0, list[tuple[float, LayerWork]]()
     for rank, work in enumerate(ranks):
-        times = [time for time in times if time[1] > work.both_s]  # later ranks also begin later
-        times.append((around_s, work.both_s))
+        times = [time for time in times if time[1].both_s > work.both_s]  # later ones begin later
+        times.append((around_s, work))
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
     least = LayerWork(*map(min, zip(*[bare[end] for end in mine], strict=True)))
@@ -337,6 +346,9 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     return LayerWork(
         forward_s=own_s(forward),
         backward_s=own_s(backward),
+        messages_s=sum(
+            spent.parts.get(part, 0.0) for spent in (forward, backward) for part in MESSAGES
+        ),
         saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),

@@ -18,6 +18,7 @@ from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
 from meshwise.spec import Block, Collective, HeldOut, Layout, Op
 
+MESSAGES = ("tensor-parallel communication", "expert-parallel communication")
 Pieces = Callable[[Task], Piece]  # the block that holds a task
 Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
 
@@ -126,7 +127,7 @@ def spent_on(task: Task) -> str:
         return "sums over data ranks"
     if isinstance(task.op, Collective):
         to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
-        return f"{'expert' if to_experts else 'tensor'}-parallel communication"
+        return MESSAGES[to_experts]
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
 
 
