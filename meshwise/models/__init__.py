@@ -96,7 +96,7 @@ def blocks_of(
             microbatch_size=layout.microbatch_size,
             seq_len=seq_len // layout.cp,
             tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
+            sequence_parallel=layout.placed.stream == "seq",
             direction=direction,
             dtype=dtype,
         )

@@ -18,7 +18,9 @@ from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
 from meshwise.spec import Block, Collective, HeldOut, Layout, Op
 
-MESSAGES = ("tensor-parallel communication", "expert-parallel communication")
+MESSAGES = (
+    "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
+)  # fmt: skip
 Pieces = Callable[[Task], Piece]  # the block that holds a task
 Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
 
@@ -124,7 +126,7 @@ def spent_on(task: Task) -> str:
     if task.stream == "cp":
         return SHARING
     if _is_over_data(task):
-        return "sums over data ranks"
+        return MESSAGES[2]
     if isinstance(task.op, Collective):
         to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
         return MESSAGES[to_experts]

@@ -374,8 +374,9 @@ def test_a_third_of_the_effort_prices_all_that_plans_send(kind, world_size, name
     dtype = "bf16" if kind == "cuda" else "fp32"
     workload = catalogue.default_workload(cluster, model)
     found = profile.cases(Scope(cluster, world_size, dtype), ProfileOptions(model=(model,)))
-    effort_s = sum(effort.estimate_s(case, cluster) for case in found)
-    chosen = [case for case, _ in _within(effort_s / 3, found, cluster, effort.SUSTAIN_S)]
+    about_s = functools.partial(effort.estimate_s, cluster=cluster)
+    effort_s = sum(map(about_s, found))
+    chosen = [case for case, _ in _within(effort_s / 3, found, about_s)]
     assert len(chosen) < len(found)
     sizes = defaultdict(set)
     for op in (case.op for case in chosen if isinstance(case.op, Collective)):
