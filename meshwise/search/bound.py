@@ -103,8 +103,8 @@ def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices)
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from compute and dp traffic, the first rank's or, if
-    all ranks are alike but for their layers, any rank's."""
+    """Return a lower bound of the step time from compute and dp traffic: of the first rank and, if
+    ranks differ only in their layers, of every rank."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     kinds: list[list[LayerKind]] = [[] for _ in range(layout.pp)]
     for stage, end in enumerate(stages_of(model, seq_len, layout.num_stages, layout.layers)):
