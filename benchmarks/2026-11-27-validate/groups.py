@@ -49,7 +49,7 @@ for folder in FOLDERS:
             for way in ("with the least time", "alone"):
                 prices = Prices(costs, datasheet=True)
                 if way == "alone":
-                    prices._of_other_ranks = lambda name, op: None
+                    prices._of_other_ranks = lambda mine: None
                 large, error, within = np.asarray([*errors(prices, left_out)]).T
                 is_large = large.astype(bool)
                 small = f"{error[~is_large].mean():6.1%} of {(~is_large).sum()} below 64 MiB"

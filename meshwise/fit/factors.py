@@ -7,10 +7,10 @@ small kernels overlap. With C, the sum of prices at the clocks that the cap leav
 
     T = (host^4 + (ratio C)^4)^(1/4)
 
-where host does not depend on size. Of blocks measured at three sizes or more, host is what makes
-ratios of all sizes most alike. Of others, the ratio is that of a block like it but for its degrees,
-and what its time is longer is the host's. A second ratio corrects the bytes that the block saves
-for backward: a compiler's partitioner makes its own choice.
+where host does not depend on size. For blocks measured at three sizes or more, host is chosen so
+that the ratios of all sizes are most alike. Another block takes the ratio of one that differs only
+in its degrees; the rest of its time is the host's. A second ratio corrects the bytes that the block
+saves for backward: a compiler's partitioner makes its own choice.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def fit_factors(
     groups: Sequence[tuple[Sequence[tuple[Sample, float, int]], dict[str, Any]]], prices: Prices
 ) -> tuple[Factor, ...]:
     """Fit a factor to each group: samples of blocks, each with its expected time and number of
-    timings, and the fields of its ``Price``. A block of which an operation has no price, as a
-    message that was never measured, has none."""
+    timings, and the fields of its ``Price``. A block has no factor if one of its operations has no
+    price, such as a message that was never measured."""
     sizes, kept = list[_Sizes](), []
     for samples, about in groups:
         with suppress(ValueError):

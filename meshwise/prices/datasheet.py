@@ -84,9 +84,9 @@ class Together(Record, kw_only=True):
 
 
 class Beside(Record, kw_only=True):
-    """Speeds side by side, of the speed alone: of products and the like, and of memory-bound work,
-    beside a data-parallel ``collective``; its speed beside them; and that of both if the other is
-    one of tensor parallelism's ``messages``."""
+    """Speeds of work and of a data-parallel collective while both run, each over its speed alone.
+    ``products`` (attention and convolutions, too) and ``memory``-bound work: beside the collective.
+    ``collective``: beside these. ``messages``: of both, if the work is another message."""
 
     products: PositiveFloat
     memory: PositiveFloat

@@ -184,7 +184,7 @@ class Prices:
             return self._at(price, op, key, own=True)
         near = self._stand_in(op, key.category)
         if near is None:
-            return self._unmeasured(key.name, op)
+            return self._unmeasured(key, op)
         other, apart = key._replace(category=near[0]), near[1]
         found = self._at(self.known[other.category], op, other, own=False)
         said = f"{key.name} was not measured: {other.name} stands in"
@@ -197,8 +197,9 @@ class Prices:
         cluster = self.costs.cluster
         return op_key(op, run or in_step(op, cluster, self.costs.lowering), cluster)
 
-    def _unmeasured(self, name: str, op: Op) -> Estimate:
+    def _unmeasured(self, key: Key, op: Op) -> Estimate:
         """Price by the data sheet, or raise a ValueError: the price is missing."""
+        name = key.name
         if self.datasheet is None:
             raise ValueError(f"no price for {name}; {MEASURE}; {_lacks(op)}")
         try:
@@ -207,23 +208,23 @@ class Prices:
             said = f"no price for {name}; {MEASURE} ({lacking}); {_lacks(op)}"
             raise ValueError(said) from None
         note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
-        if isinstance(op, Collective) and (near := self._of_other_ranks(name, op)):
+        if isinstance(op, Collective) and (near := self._of_other_ranks(key.category)):
             time_s = slower_s(min(near.time_s), time_s)
             note += f", and the least time of {name_of(near, self.costs.cluster)}"
             note += ", unsure below 64 MiB" if op.size_bytes < UNSURE_BYTES else ""
         return Estimate(time_s, error, "datasheet", note)
 
-    def _of_other_ranks(self, name: str, op: Collective) -> Curve | None:
+    def _of_other_ranks(self, mine: Category) -> Curve | None:
         """Return the curve of the same collective among other ranks over the same outermost links,
-        of as near a number of them as there is."""
-        wanted = {key: word for key, word in self._key(op).category if key != "group"}
-        group = dict(self._key(op).category)["group"]
+        with the number of ranks over these that is nearest to this one's."""
+        wanted = dict(mine)
+        count, links = _outermost(wanted.pop("group"))
         found: list[tuple[float, Curve]] = []
         for category, price in self.known.items():
             words = dict(category)
             theirs = words.pop("group", "")
             if words == wanted and isinstance(price, Curve):
-                (count, links), (others, their_links) = _outermost(group), _outermost(theirs)
+                others, their_links = _outermost(theirs)
                 if links == their_links:
                     found.append((abs(math.log(count / others)), price))
         return min(found, key=lambda each: each[0])[1] if found else None
@@ -274,8 +275,7 @@ class Prices:
         if isinstance(op, Collective) and name in COLLECTIVES_APART:
             return COLLECTIVES_APART[name]
         if name == "group":  # as many ranks over the same outermost links
-            outer, others = (of.rpartition(", ")[2].partition(" (")[0] for of in (mine, theirs))
-            return APART["group"] if outer == others else math.inf
+            return APART["group"] if _outermost(mine) == _outermost(theirs) else math.inf
         if name == "dtype" and isinstance(op, Shaped) and self._peaks(mine, theirs) is None:
             return math.inf
         return APART.get(name, math.inf)
@@ -414,15 +414,15 @@ def in_bursts(op: Op, estimate: Estimate) -> bool:
 
 
 def slower_s(one_s: float, other_s: float) -> float:
-    """Return the seconds of work that two limit, as the host's launches and the device: the longer
-    of the two, and somewhat more where they are near."""
+    """Return the seconds of work that has two limits, such as the host's launches and the device:
+    the longer of the two, and up to 19 % more where they are near."""
     return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
 
 
 def _outermost(group: str) -> tuple[int, str]:
     """Return the ranks of a group over its outermost links, and the name of these."""
     count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
-    return int(count), links
+    return int(count or 1), links
 
 
 def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:

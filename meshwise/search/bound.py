@@ -41,9 +41,9 @@ from meshwise.spec.record import Record
 
 
 class LayerWork(NamedTuple):
-    """The work of some layers on one microbatch: seconds, of which ``messages_s`` between tp ranks
-    or to experts, bytes saved for the backward, bytes of float32 parameters, and bytes of the
-    copies that compute reads."""
+    """The work of some layers on one microbatch: seconds (``messages_s`` of them in messages
+    between tp ranks or to experts), bytes saved for the backward, bytes of float32 parameters, and
+    bytes of the copies that compute reads."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -103,8 +103,8 @@ def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices)
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from compute and dp traffic, the first rank's or, if
-    all ranks are alike but for their layers, any rank's."""
+    """Return a lower bound of the step time from compute and dp traffic: of the first rank and, if
+    ranks differ only in their layers, of every rank."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     kinds: list[list[LayerKind]] = [[] for _ in range(layout.pp)]
     for stage, end in enumerate(stages_of(model, seq_len, layout.num_stages, layout.layers)):
@@ -160,12 +160,12 @@ def _sent_s(sent: DataTraffic, layout: Layout) -> float:
 def _side_by_side_s(
     work_s: float, messages_s: float, sent_s: float, beside: Beside | None
 ) -> float:
-    """Return the least seconds of work and data-parallel messages: side by side as long as
-    possible, where both are slower than alone. ``messages_s``: of the work, other messages; what
-    these let pass at no cost comes first."""
+    """Return the least seconds of work and data-parallel messages (``sent_s``) side by side, where
+    both are slower than alone. ``messages_s``: the part of the work that is messages between tp
+    ranks or to experts. What these let pass at no cost is taken off ``sent_s`` first."""
     if beside is None:
         return work_s + sent_s
-    passed_s = min(sent_s, max(0.0, 2 * beside.messages - 1) * messages_s)
+    passed_s = min(sent_s, max(0.0, 2 - 1 / beside.messages) * messages_s)
     work_s, sent_s = work_s - messages_s, sent_s - passed_s
     speed = max(beside.products, beside.memory)
     together_s = min(work_s / speed, sent_s / beside.collective)

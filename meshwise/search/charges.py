@@ -47,8 +47,8 @@ class Corrections(NamedTuple):
 def corrections(
     blocks: Mapping[tuple[Piece, str], Block], pieces: Pieces, prices: Prices
 ) -> Corrections:
-    """Return what corrects the prices of a stage's tasks. ``blocks``: those in it, by piece and
-    direction."""
+    """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
+    and direction."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
     ops = {key: block_ops(block, device) for key, block in blocks.items()}
     both: dict[Piece, list[Op]] = {}
@@ -78,7 +78,7 @@ def is_copy(task: Task) -> bool:
 
 
 def copies_take(prices: Prices) -> float:
-    """Return the time of such copies over that of copies of as many bytes."""
+    """Return the time of such a copy over that of another copy of as many bytes."""
     by_gpu = prices.costs.cluster.device.kind != "cpu"
     return 1 / attainable().copies.share if by_gpu else 1.0
 

@@ -1,8 +1,8 @@
 """Simulate a rank's program action by action: seconds, and bytes alive at each moment.
 
 Time: a task starts when its stream is free and all buffers that it reads are written. A
-data-parallel transfer also waits for the work before it in the program. Beside it, both are slower
-(``Beside``). An action lasts as long as it uses the compute stream. Its traffic on the
+data-parallel transfer also waits for the work before it in the program. Work and transfer slow each
+other down (``Beside``). An action lasts as long as it uses the compute stream. Its traffic on the
 data-parallel stream is noted, so that a schedule can add it up. The stream of context parallelism
 is empty at the end of each attention. On CPUs communication uses the same cores as compute, so
 there is one stream.
@@ -49,10 +49,10 @@ class Charge(NamedTuple):
 
 class Spent(NamedTuple):
     """Seconds of an action. ``parts``: of the compute stream; they add up to ``time_s``, and idle
-    time counts as exposed traffic. ``errors``: of all streams, by group of prices.
-
-    ``traffic_s``: seconds of its data-parallel transfers alone. They end ``lag_s`` after it, or
-    later if transfers of earlier actions delay them, of which it lets ``served_s`` pass.
+    time counts as exposed traffic. ``errors``: of all streams, by group of prices. ``traffic_s``:
+    of its data-parallel transfers if nothing runs beside them. Its last transfer ends ``lag_s``
+    after the action, or later if transfers of earlier actions are still queued. ``served_s``: the
+    seconds of transfers that can pass during the action.
     """
 
     time_s: float
@@ -120,7 +120,7 @@ class _Clocks:
         self.queue: deque[_Message] = deque()
         self.coming: dict[str, _Message] = {}
         self.shared: dict[str, float] = {}  # buffers that receive cp's messages, and when
-        # of the current action; ``own_s``: its own transfers that would be left if it had no others
+        # of the current action; ``own_s``: what would be left of its transfers without earlier ones
         self.traffic_s = self.served_s = self.own_s = 0.0
 
     def run(self, start: int, stop: int) -> Spent:

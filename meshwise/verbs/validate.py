@@ -94,7 +94,7 @@ class _Pool:
         profiles = [one for one in loaded if "-measure-profile" in one.info.run_id and one.samples]
         self.profiles = sorted(profiles, key=lambda one: one.info.run_id)
         self._fitted: dict[tuple[Path, ...], Costs] = {}
-        self._prices: dict[tuple[Any, ...], Prices] = {}
+        self._prices: dict[tuple[Any, ...], tuple[Costs, Prices]] = {}
 
     def costs(self, of: _Stored) -> tuple[Costs, bool]:
         """Return prices of a run's machine that do not rest on the run itself, and whether its plan
@@ -127,11 +127,11 @@ class _Pool:
         return self._fitted[at]
 
     def prices(self, costs: Costs, **of: Any) -> Prices:
-        """Return prices with other fields of costs, the same ones for the same costs."""
+        """Return prices with other fields of ``costs``, which stay alive: their id is the key."""
         at = (id(costs), *map(str, of.values()))
         if at not in self._prices:
-            self._prices[at] = Prices(msgspec.structs.replace(costs, **of), datasheet=True)
-        return self._prices[at]
+            self._prices[at] = costs, Prices(msgspec.structs.replace(costs, **of), datasheet=True)
+        return self._prices[at][1]
 
 
 def _kept(path: Path, runs: tuple[str, ...]) -> Costs | None:

@@ -37,8 +37,8 @@ class Sizing(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The messages of one curve: one of them; over which strides; sizes, most useful first; what
-    they are for."""
+    """The messages of one curve. ``like``: one of them. ``strides``: between the ranks of a group.
+    ``sizes``: in bytes, the most useful first. ``use``: what they are for."""
 
     like: Collective
     strides: tuple[int, ...]
@@ -53,7 +53,7 @@ def degrees(world_size: int) -> list[int]:
 
 
 def sent(scope: Scope, works: Sequence[Sizing]) -> list[Sent]:
-    """List what plans of these models send, a curve each: small groups first, pipelines last."""
+    """List what plans of these models send, curve by curve: small groups first, pipelines last."""
     found: dict[tuple[str, ...], tuple[Collective, Sizes]] = {}
     for op, use in (one for work in works for one in _messages(scope, work)):
         word = op.dtype if op.kind in REDUCING else ""  # others move bytes, whatever they mean
