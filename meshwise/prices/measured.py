@@ -358,12 +358,19 @@ class Prices:
         return seconds[True], seconds[False]
 
     def factor(
-        self, block: Block, ops: Sequence[Op], stretch: float | None = None
+        self,
+        block: Block,
+        ops: Sequence[Op],
+        stretch: float | None = None,
+        *,
+        usual_host: bool = True,
     ) -> tuple[float, HeldOut | None]:
         """Return the time of a block over ``composed_s`` of its operations ``ops``; 1 if none like
         it was measured. If nothing at all was, return the ratio of language models' layers
-        elsewhere (images: 1)."""
-        composed_s, host_s = self.composed_s(ops, stretch), self.host_s(block, ops)
+        elsewhere (images: 1). With ``usual_host`` a block like none measured takes at least what
+        hosts usually take (``host_s``)."""
+        composed_s = self.composed_s(ops, stretch)
+        host_s = self.host_s(block, ops) if usual_host else 0.0
         if self.datasheet is not None and self.nothing_measured:
             ratio = 1.0 if block.form else self.datasheet.known.block.ratio
             return slower_s(host_s, ratio * composed_s) / composed_s, None

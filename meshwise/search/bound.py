@@ -88,39 +88,37 @@ Again = tuple[Recompute, int | None]  # what backward recomputes, in how many la
 class RankWork(NamedTuple):
     """Work per rank. ``first``: the first rank's work, with embedding and head. ``least``: the
     minimum over its stages, field by field, without embedding and head. ``times``: for each rank,
-    seconds before and after its work, and its work on one microbatch. A rank is left out if another
-    one has more seconds of both."""
+    seconds before and after its work, and seconds of its work on one microbatch. A rank is left out
+    if another one has more of both."""
 
     first: LayerWork
     least: LayerWork
-    times: tuple[tuple[float, LayerWork], ...]
+    times: tuple[tuple[float, float], ...]
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """Return a lower bound of the step time from compute alone."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    return max([around_s + count * work.both_s for around_s, work in ranks.times])
+    return max([around_s + count * both_s for around_s, both_s in ranks.times])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from compute and dp traffic: of the first rank and, if
-    ranks differ only in their layers, of every rank."""
+    """Return a lower bound of the step time from the first rank's compute and dp traffic."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    kinds: list[list[LayerKind]] = [[] for _ in range(layout.pp)]
-    for stage, end in enumerate(stages_of(model, seq_len, layout.num_stages, layout.layers)):
-        kinds[rank_of(layout.schedule, stage, layout.pp)] += end.kinds
-    of = {
-        kind: _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
-        for kind in {kind for mine in kinds for kind in mine}
-    }
-    ranks_sent = [
-        _added_up([(of[kind][0], number) for kind, number in Counter(mine).items()])
-        for mine in kinds
+    stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
+    mine = [
+        kind
+        for stage, end in enumerate(stages)
+        if rank_of(layout.schedule, stage, layout.pp) == 0
+        for kind in end.kinds
     ]
-    root = of[kinds[0][-1]][1]
-    sent = ranks_sent[0].plus(root)
-    count, ranks = layout.num_microbatches, _ranks(model, seq_len, layout, prices)
-    first, alone = ranks.first, layout.stages_per_rank == 1
+    sent, root = DataTraffic(), DataTraffic()
+    for kind, number in Counter(mine).items():
+        layer, root = _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
+        sent = sent.plus(layer, number)
+    sent = sent.plus(root)
+    count, first = layout.num_microbatches, _ranks(model, seq_len, layout, prices).first
+    alone = layout.stages_per_rank == 1
     work_s = count * first.both_s + sent.copies_s
     exposed_s = root.gathers_s + work_s
     if layout.schedule not in SPLIT:
@@ -132,22 +130,14 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
     else:  # reductions begin in the last backward
         backwards_s = (count - 1) * first.backward_s if alone else 0.0
         in_a_row_s = count * first.forward_s + backwards_s + sent.reductions_s
-    beside = beside_of(inside, prices)
-    messages_s = count * first.messages_s
-    slowed_s = _side_by_side_s(work_s, messages_s, _sent_s(sent, layout), beside)
-    if not layout.meshes and not layout.ways:
-        least_s = min([_sent_s(each, layout) for each in ranks_sent])
-        for around_s, work in ranks.times:
-            some_s = count * work.both_s, count * work.messages_s
-            slowed_s = max(slowed_s, around_s + _side_by_side_s(*some_s, least_s, beside))
-    return max(exposed_s, in_a_row_s, slowed_s)
-
-
-def _added_up(several: list[tuple[DataTraffic, int]]) -> DataTraffic:
-    total = DataTraffic()
-    for each, number in several:
-        total = total.plus(each, number)
-    return total
+    if layout.cp > 1:  # ranks that wait for cp's messages slow nothing down
+        return max(exposed_s, in_a_row_s)
+    messages_s, beside = count * first.messages_s, beside_of(inside, prices)
+    return max(
+        exposed_s,
+        in_a_row_s,
+        _side_by_side_s(work_s, messages_s, _sent_s(sent, layout), beside),
+    )
 
 
 def _sent_s(sent: DataTraffic, layout: Layout) -> float:
@@ -274,10 +264,10 @@ def _ranks_of(
     for stage, end in enumerate(stages):
         rank = rank_of(schedule, stage, pp)
         ranks[rank] = ranks[rank].plus(whole[end])
-    around_s, times = 0.0, list[tuple[float, LayerWork]]()
+    around_s, times = 0.0, list[tuple[float, float]]()
     for rank, work in enumerate(ranks):
-        times = [time for time in times if time[1].both_s > work.both_s]  # later ones begin later
-        times.append((around_s, work))
+        times = [time for time in times if time[1] > work.both_s]  # later ranks also begin later
+        times.append((around_s, work.both_s))
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
     least = LayerWork(*map(min, zip(*[bare[end] for end in mine], strict=True)))

@@ -5,7 +5,7 @@ down, by the mix of each block's forward and backward. FSDP2's copies are slower
 What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +16,7 @@ from meshwise.prices import Estimate, Prices
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, Layout, Op
+from meshwise.spec import Block, Collective, HeldOut, LayerKind, Layout, Op
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -45,18 +45,23 @@ class Corrections(NamedTuple):
 
 
 def corrections(
-    blocks: Mapping[tuple[Piece, str], Block], pieces: Pieces, prices: Prices
+    blocks: Mapping[tuple[Piece, str], Block],
+    kinds: Sequence[LayerKind],
+    pieces: Pieces,
+    prices: Prices,
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
-    and direction."""
+    and direction; ``kinds``: of all layers of the model."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
     ops = {key: block_ops(block, device) for key, block in blocks.items()}
+    alike = len({*kinds}) == 1  # else one block stands for layers of several kinds
     both: dict[Piece, list[Op]] = {}
     for piece, direction in blocks:
         both.setdefault(piece, []).extend(ops[piece, direction])
     stretch = {piece: prices.stretch_of(each) for piece, each in both.items()}
     factors = {
-        key: prices.factor(block, ops[key], stretch[key[0]]) for key, block in blocks.items()
+        key: prices.factor(block, ops[key], stretch[key[0]], usual_host=alike or bool(key[0][1]))
+        for key, block in blocks.items()
     }
     return Corrections(factors, pieces, stretch)
 

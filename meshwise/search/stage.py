@@ -164,7 +164,15 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     prices.begin()
     form, stands_for = _form(kind, prices)
     program = repeated(_sized(form, kind.layout.microbatch_size), stands_for)
-    charge = charges(corrections(blocks_in(kind, prices.costs.dtype), form.pieces, prices), prices)
+    charge = charges(
+        corrections(
+            blocks_in(kind, prices.costs.dtype),
+            layer_kinds(kind.model, kind.seq_len),
+            form.pieces,
+            prices,
+        ),
+        prices,
+    )
     times, optimizer = run_program(program, charge, beside_of(kind.layout, prices))
     if len(_priced) >= _MOST:
         _priced.clear()
