@@ -376,8 +376,8 @@ def _corrected(
     -2 for a factor of 1, or -1 for 0.
 
     A block's forward results that backward reads take the measured ratio. Compiled code never
-    writes the result that one elementwise operation passes to the next: its factor is 0. It
-    does write what a split loss reads again behind a collective. Buffers that all microbatches
+    writes the result that one elementwise operation passes to the next: its factor is 0. But it
+    writes what a split loss reads again after a collective. Buffers that all microbatches
     share belong to data parallelism: their factor is 1.
     """
     stop = max([span.stop for span in program.actions if span.microbatch == 0])

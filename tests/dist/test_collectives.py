@@ -127,7 +127,7 @@ def moved(world: int) -> list[Collective]:
 
 
 def wrong_numbers(ranks: Ranks) -> list[list[int | None]]:
-    """What the check says after one call and after several, after none, and of a moved result."""
+    """The check passes after one call and after several, not after none or with a moved result."""
     groups, world = collectives.Groups(ranks), ranks.world_size
     rows = ((1, 1, False), (3, 3, False), (1, 0, False), (1, 1, True))
     return [

@@ -1,4 +1,4 @@
-"""What ``calibrate`` does with bad samples: named, left out by a stated rule, or refused; and with
+"""Bad samples in ``calibrate``: named, left out by a stated rule, or refused; and with
 one outlier among a size's samples, which moves nothing."""
 
 import json

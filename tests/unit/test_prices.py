@@ -242,7 +242,7 @@ def timed_blocks(costs, host_s, ratio, sizes, **how):
 
 
 def test_small_layers_take_what_the_host_takes(costs):
-    """Of four sizes the host's time is told. A layer over tp, measured at one size where the host
+    """Four sizes tell the host's time. A layer over tp, measured at one size where the host
     is late, is right at sixteen times that size, where it is not."""
     bare = msgspec.structs.replace(costs, factors=())
     host_s = 2e-3
