@@ -6,18 +6,15 @@ largest running sum of the trace. Memory that libraries allocate themselves is n
 on the GPU (NCCL's buffers, the CUDA context) nor on the CPU (gloo, BLAS).
 """
 
-import json
-import tempfile
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from meshwise.parallel.mesh import share
+from meshwise.tracing import events_of, profiled
 
 NUM_TRACES = 4
 
@@ -52,12 +49,9 @@ def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int
 def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
     """Return every block that ``work`` allocates, in order: its bytes, and the index of the next
     block allocated after it was freed (the number of blocks if it was not)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profiled("cpu", memory=True) as profiler:
         work()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+    events = events_of(profiler)
     sizes: list[int] = []
     ends: dict[int, int] = {}
     living: dict[int, int] = {}

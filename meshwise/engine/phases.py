@@ -21,9 +21,7 @@ operators on the main thread, so Python's own time during a collective counts as
 """
 
 import functools
-import json
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from meshwise import store, torch_private
 from meshwise.engine import step
@@ -48,6 +46,7 @@ from meshwise.spec.phases import (
     without,
 )
 from meshwise.timing import clock
+from meshwise.tracing import events_of, profiled
 
 MARK = "meshwise: mark"
 PHASES = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}
@@ -133,8 +132,6 @@ def _marked(ranks: Ranks, training: step.TrainingState, index: int) -> Marked:
 def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[dict[str, Any]]:
     """Return the events of one step. A mark on a GPU is an empty kernel: the host's annotations do
     not cover kernels that backward's threads launch."""
-    activities = [ProfilerActivity.CPU]
-    activities += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
 
     def mark(_: str) -> None:
         if ranks.device.type == "cuda":
@@ -143,15 +140,11 @@ def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[di
         with record_function(MARK):
             pass
 
-    with profile(activities=activities) as profiler:
+    with profiled(ranks.device.type) as profiler:
         ranks.start_together()
         step.run(training, index, mark=mark)
         ranks.synchronize("a step under torch's profiler")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return events
+    return events_of(profiler)
 
 
 def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> Trace:

@@ -269,11 +269,9 @@ def _transfers(
 
 def _trace(call: Call, ranks: Ranks, path: str) -> None:
     """Write a Chrome trace of one iteration on this rank."""
-    from torch.profiler import ProfilerActivity, profile
+    from meshwise.tracing import profiled
 
-    kinds = [ProfilerActivity.CPU]
-    kinds += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
-    with profile(activities=kinds) as profiler:
+    with profiled(ranks.device.type) as profiler:
         call()
         ranks.synchronize("a traced call")
     with files.replacing(f"{path}_rank{ranks.rank}.json") as file:
