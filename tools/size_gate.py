@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_316,
-    "engine": 3_222,
+    "cli": 1_317,
+    "engine": 3_224,
     "fit": 1_002,
     "launch": 682,
-    "models": 4_703,
+    "models": 4_714,
     "nn": 1_362,
-    "options": 1_013,
+    "options": 1_036,
     "pages": 6_053,
     "parallel": 3_184,
-    "prices": 1_314,
-    "probe": 6_730,
+    "prices": 1_319,
+    "probe": 6_786,
     "reshard": 5_094,
-    "search": 2_741,
-    "spec": 3_014,
+    "search": 2_742,
+    "spec": 3_053,
     "suites": 1_003,
-    "verbs": 4_201,
+    "verbs": 4_208,
     "": 4_243,  # modules beside the rooms
 }
 
