@@ -79,6 +79,7 @@ _OWN = {  # the kind's flags of ``Called``, and flags of its record that it hide
         ("allgather_report_csv_path", "reducescatter_report_csv_path"), ("quick", "sustain")
     ),
     "overlap": ((), ("quick", "sustain")),
+    "layer": ((), ("quick", "sustain")),
     "health": (("baseline",), ("model", "sustain")),
 }  # fmt: skip
 

@@ -111,7 +111,8 @@ def built_stages(
     """Build a rank's stages, laid out by ``lay_out``; return them and its tokens of the batches."""
     layout = plan.layout
     placement.check(plan.model, plan.workload, place.layout)
-    at, attend = positions(plan, place), attention(plan, place)
+    seq_len = plan.workload.seq_len
+    at, attend = positions(seq_len, place), attention(seq_len, place)
 
     def make(number: int, layers: range) -> ModelStage:
         inside = place._replace(layout=layout.of_stage(number))
@@ -142,23 +143,24 @@ def prepare_alone(
     return _training(built, cross_entropy, batches, plan.recipe, alone=True)
 
 
-def positions(plan: Plan, place: MeshPlace) -> npt.NDArray[np.int64] | None:
+def positions(seq_len: int, place: MeshPlace) -> npt.NDArray[np.int64] | None:
     """Return the positions of this rank's tokens in their sequences, or None if ranks share no
     sequences. A rank's two chunks, one early and one late, make causal work equal."""
     if place.context is None:
         return None
-    return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))
+    return shards.positions(_shards(seq_len, place), torch.distributed.get_rank(place.context))
 
 
-def _shards(plan: Plan) -> shards.Shards:
-    return shards.balanced(plan.workload.seq_len, plan.layout.cp)
+def _shards(seq_len: int, place: MeshPlace) -> shards.Shards:
+    return shards.balanced(seq_len, place.layout.cp)
 
 
-def attention(plan: Plan, place: MeshPlace) -> Attend:
+def attention(seq_len: int, place: MeshPlace) -> Attend:
     """Return causal attention; if there is a context group, over the sequences that it shares."""
     if place.context is None:
         return causal
-    attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
+    over = _shards(seq_len, place)
+    attend = partial(ring_attention, group=place.context, causal=True, shards=over)
 
     def alike(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Pad narrower values (latent attention): ring attention needs equal widths."""

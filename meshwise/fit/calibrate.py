@@ -124,7 +124,7 @@ def expected_s(sample: Sample) -> float:
     times. Ranks that do not communicate wait only at the end: take the largest of the means.
     """
     op = sample.case.op
-    waits = isinstance(op, Collective) or (isinstance(op, Block) and op.tp > 1)
+    waits = isinstance(op, Collective) or (isinstance(op, Block) and op.is_shared)
     if waits or not sample.rank_times_s:
         return tamed_mean(sample.times_s)
     return max(map(tamed_mean, sample.rank_times_s))

@@ -1,6 +1,5 @@
 """Operation graphs of models, each rank's share of them, and counts. No torch."""
 
-from collections import Counter
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -14,7 +13,17 @@ from meshwise.models.decoder import stream_shape
 from meshwise.models.eager_cpu import device_of, on_cpu
 from meshwise.models.graph import Device, Graph
 from meshwise.models.shard import Task
-from meshwise.spec import AnyModel, Block, Decoder, LayerKind, Layout, Op, WideResNet, layer_kinds
+from meshwise.spec import (
+    AnyModel,
+    Block,
+    Decoder,
+    LayerKind,
+    Layout,
+    Op,
+    WideResNet,
+    forms_of,
+    layer_kinds,
+)
 from meshwise.spec.layout import Recompute
 from meshwise.spec.op import Direction, Dtype
 
@@ -76,27 +85,30 @@ ENTRY = ("layers.0.in", "layers.0.in.grad")  # a Wide-ResNet stage's copies, not
 def blocks_of(
     model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[Piece, str], Block]:
-    """Return the blocks of a layout by piece and direction. Each holds as many tokens or images as
-    one rank has. Image models have one block per kind of layer, the most frequent first, and no
-    block for the head."""
-    pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", ""), ("head", "")]
+    """Return the blocks of a layout by piece and direction: one for each kind of layer, the most
+    frequent first, and one for the head of a language model. Layers without experts have no ep."""
+    known = forms_of(model, seq_len)
+    pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", form) for form in known]
     few: AnyModel
     if isinstance(model, WideResNet):
-        forms = Counter(kind.form for kind in layer_kinds(model, seq_len))
-        pieces = [("layer", form) for form, _ in forms.most_common()]
         few = replace(model, name="", blocks=tuple(min(count, 2) for count in model.blocks))
     else:
+        pieces.append(("head", ""))
+        all_kinds = layer_kinds(model, seq_len)
+        layers = 1 + max(all_kinds.index(kind) for kind in known.values())
         moe = model.experts and replace(model.experts, load="mean")  # blocks are measured with it
-        few = replace(model, name="", layers=1, experts=moe)
+        few = replace(model, name="", layers=layers, experts=moe)
     return {
         ((part, form), direction): Block(
             part=part,
             form=form,
             model=few,
             microbatch_size=layout.microbatch_size,
-            seq_len=seq_len // layout.cp,
+            seq_len=seq_len,
             tp=layout.tp,
             sequence_parallel=layout.placed.stream == "seq",
+            cp=layout.cp,
+            ep=layout.ep if part == "layer" and known[form].form == "experts" else 1,
             direction=direction,
             dtype=dtype,
         )
@@ -106,32 +118,31 @@ def blocks_of(
 
 
 def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
-    """Return the part and form of the block that holds a task. ``layers``: the stage's layers;
-    they are read only for images."""
+    """Return the part and form of the block that holds a task. ``layers``: the stage's, of a model
+    whose layers differ."""
     if task.part != "layer":
         return task.part, ""
-    return task.part, layers[int(task.name.split(".")[1])].form
+    return task.part, layers[int(task.name.split(".")[1])].name
 
 
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
-    """Return one rank's tasks in a block: its compute and tensor-parallel collectives, in order."""
+    """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
+    ep."""
     tasks = _block_program(block, device).tasks
     here = (block.part, block.direction)
     return tuple(t for t in tasks if (t.part, t.phase) == here and t.name not in ENTRY)
 
 
 def _block_program(block: Block, device: Device) -> Program:
-    layout = Layout(
-        tp=block.tp,
-        sequence_parallel=block.sequence_parallel,
-        microbatch_size=block.microbatch_size,
-    )
+    size, seq_len = block.microbatch_size, block.seq_len
     alone: dict[str, Any] = {}
-    if block.form:
-        alone = {"layers": (LayerKind(block.form),), "first": False, "last": False}
-    size = block.microbatch_size
-    of = graph(block.model, size, block.seq_len, block.dtype, device=device, **alone)
-    return program_of(of, layout, block.dtype, device=device)
+    if isinstance(block.model, WideResNet):
+        alone = {"first": False, "last": False}
+    kinds = (
+        forms_of(block.model, seq_len).get(block.form) or layer_kinds(block.model, seq_len)[0],
+    )
+    of = graph(block.model, size, seq_len, block.dtype, layers=kinds, device=device, **alone)
+    return program_of(of, block.layout, block.dtype, device=device)
 
 
 @lru_cache(maxsize=4096)

@@ -223,6 +223,24 @@ class OverlapOptions(MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerOptions(CountedOptions):
+    """Layers of each kind and the head, as training runs them, forward and backward."""
+
+    lowering: Literal["eager", "compiled"] | None = None
+    "By default compiled on GPUs and eager on CPUs."
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size"), Range(1)] = ()
+    "Sequences or images at once; may be repeated. By default those of measure profile."
+    seq_len: Annotated[int | None, Range(1)] = None
+    "Tokens in a sequence; 1024 on GPUs and 128 on CPUs by default."
+    tp: Annotated[tuple[int, ...], Range(1)] = (1,)
+    "Ranks that share a layer's weights, with and without sequence parallelism; may be repeated."
+    cp: Annotated[tuple[int, ...], Range(1)] = (1,)
+    "Ranks that share a sequence; may be repeated."
+    ep: Annotated[tuple[int, ...], Range(1)] = (1,)
+    "Ranks that share a layer's experts; may be repeated."
+
+
+@dataclass(frozen=True, kw_only=True)
 class HealthOptions(MeasureOptions):
     """All devices and links at once: which is slow, and by what evidence. Exit code 4 on a
     fault."""
@@ -238,5 +256,6 @@ KINDS: dict[str, type[MeasureOptions]] = {
     "collectives": CollectivesOptions,
     "fsdp": FsdpOptions,
     "overlap": OverlapOptions,
+    "layer": LayerOptions,
     "health": HealthOptions,
 }

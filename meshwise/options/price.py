@@ -43,6 +43,10 @@ class PriceOptions(Options):
     "Of a layer; by default the model's largest."
     tp: Annotated[int, Range(1, 2**10)] = 1
     "Ranks that share a layer."
+    cp: Annotated[int, Range(1, 2**10)] = 1
+    "Ranks that share a layer's sequences."
+    ep: Annotated[int, Range(1, 2**10)] = 1
+    "Ranks that share a layer's experts."
     direction: Literal["forward", "backward"] = "forward"
     "Of a layer or attention."
     dtype: Dtype | None = None

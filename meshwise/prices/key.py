@@ -254,6 +254,8 @@ FIELDS: dict[type, dict[str, Role]] = {
         **_all(_category, "direction dtype"),
         "tp": _word(lambda op: f"tp{op.tp}"),
         "sequence_parallel": _word(lambda op: "sp" if op.sequence_parallel else ""),
+        "cp": _word(lambda op: f"cp{op.cp}" if op.cp > 1 else ""),
+        "ep": _word(lambda op: f"ep{op.ep}" if op.ep > 1 else ""),
         **_all(_coordinate("activation_elements"), "microbatch_size seq_len"),
     },
 }  # fmt: skip

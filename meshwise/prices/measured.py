@@ -41,6 +41,7 @@ from meshwise.spec import (
     Shaped,
     Sized,
     Surface,
+    WideResNet,
 )
 from meshwise.spec.label import label
 
@@ -70,7 +71,9 @@ APART = {
 # median, up to 33 % in three of four, in logs with outliers.
 COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 # differences of blocks, besides tp; only their order matters
-BLOCKS_APART = {"form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
+BLOCKS_APART = {
+    "form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5,
+}  # fmt: skip
 # The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
 # or of blocks for which the only known ratio stands in.
 UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
@@ -372,7 +375,7 @@ class Prices:
         composed_s = self.composed_s(ops, stretch)
         host_s = self.host_s(block, ops) if usual_host else 0.0
         if self.datasheet is not None and self.nothing_measured:
-            ratio = 1.0 if block.form else self.datasheet.known.block.ratio
+            ratio = 1.0 if isinstance(block.model, WideResNet) else self.datasheet.known.block.ratio
             return slower_s(host_s, ratio * composed_s) / composed_s, None
         key = self._key(block)
         found, held_out = self.known.get(key.category), None

@@ -1,10 +1,10 @@
 """Blocks of a model as training runs them: a layer, or a language model's head with its loss.
 
 A block is the first layer of its form, or the head, of the module of ``nn``. It is in the case's
-dtype, with plain weights, as compute sees them under FSDP2. ``parallel`` splits it over tp if the
-case says so, and all tp groups work at once. It is compiled as ``parallel`` does: the layer, or
-only the loss of the head. All experts get equally many rows. Images are channels last, as between
-layers.
+dtype, with plain weights, as compute sees them under FSDP2. ``parallel`` splits it over tp, cp and
+ep as the case says, and all groups of ranks work at once. It is compiled as ``parallel`` does: the
+layer, or only the loss of the head. All experts get equally many rows. Images are channels last, as
+between layers.
 
 Forward is timed while it saves for backward; dropping its graph is not timed. Backward is timed
 alone, from gradients that are None, after an untimed forward.
@@ -21,23 +21,25 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from meshwise.engine import step
 from meshwise.models import stream_shape
 from meshwise.nn import build
+from meshwise.nn.stage import causal
 from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
 from meshwise.parallel.mesh import MeshPlace
-from meshwise.probe.work import Work, torch_dtype
+from meshwise.probe.work import Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, LanguageModel, Layout, layer_kinds
 from meshwise.timing import randn
 
 
 class Blocks:
-    """Holds this rank's tp groups, and the last block, which forward and backward cases share."""
+    """Holds this rank's places, and the last block, which forward and backward cases share."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.places: dict[int, MeshPlace] = {}
+        self.places: dict[Layout, MeshPlace] = {}
         self.held: tuple[Case, _Built] | None = None
 
     def build(self, case: Case) -> Work:
@@ -58,12 +60,16 @@ class Blocks:
         self.held = None
 
     def _place(self, op: Block) -> MeshPlace | None:
-        """Return this rank's place in its tp group, as if it were the only group."""
-        if op.tp > 1 and op.tp not in self.places:
-            all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
-            self.places[op.tp] = mesh.build(all_ranks, self.ranks.device.type)
-        alone = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
-        return self.places[op.tp]._replace(layout=alone) if op.tp > 1 else None
+        """Return this rank's place in the group that shares a block, as if it were the only one."""
+        alone, ranks = op.layout, self.ranks.world_size
+        if alone.num_devices == 1:
+            return None
+        if ranks % alone.num_devices:
+            raise Unavailable(f"{alone.num_devices} ranks share the block, {ranks} are no multiple")
+        of_all = Layout(dp=ranks // (op.tp * op.cp), tp=op.tp, cp=op.cp, ep=op.ep)
+        if of_all not in self.places:
+            self.places[of_all] = mesh.build(of_all, self.ranks.device.type)
+        return self.places[of_all]._replace(layout=alone)
 
 
 class _Built:
@@ -87,7 +93,7 @@ class _Built:
         else:
             assert isinstance(op.model, LanguageModel)
             loss = loss_function(self.layout, lowering, place and place.mesh["tp"])
-            size = (op.microbatch_size, op.seq_len)
+            size = (op.microbatch_size, op.seq_len // op.cp)
             targets = torch.randint(op.model.vocab, size, device=device)
             self.constants.append(targets)
             self.compute = lambda x: loss(module(x), targets)
@@ -136,8 +142,9 @@ class _Built:
 
 def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Module:
     index = _layer(op)
+    attend = causal if place is None else step.attention(op.seq_len, place)
     with torch.device("meta"):
-        model = build(op.model, range(index, index + 1), routing="balanced")
+        model = build(op.model, range(index, index + 1), attend=attend, routing="balanced")
     if place is not None:
         tensor.cut_model(model, place)
     name = "head" if op.part == "head" else f"layers.{index}"
@@ -148,14 +155,14 @@ def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Modu
 
 def _layer(op: Block) -> int:
     """Return the index of the first layer of the block's form."""
-    forms = [kind.form for kind in layer_kinds(op.model, op.seq_len)]
-    return forms.index(op.form) if op.form else 0
+    names = [kind.name for kind in layer_kinds(op.model, op.seq_len)]
+    return names.index(op.form) if op.form else 0
 
 
 def _shapes(op: Block) -> tuple[tuple[int, ...], ...]:
     """Return one rank's shapes of the input and of a layer's output."""
     index, rows = _layer(op), op.microbatch_size
-    positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
+    positions = op.seq_len // op.cp // (op.tp if op.sequence_parallel else 1)
     into, out = (stream_shape(op.model, rows, positions, at) for at in (index, index + 1))
     return into, out
 

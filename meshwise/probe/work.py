@@ -80,7 +80,7 @@ def _first_sentences(said: list[str]) -> str:
 
 
 def communicates(op: Op | Step | Resharding | LongAttention) -> bool:
-    return isinstance(op, Collective | Overlap) or (isinstance(op, Block) and op.tp > 1)
+    return isinstance(op, Collective | Overlap) or (isinstance(op, Block) and op.is_shared)
 
 
 def torch_dtype(name: str) -> torch.dtype:

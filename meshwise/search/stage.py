@@ -55,6 +55,7 @@ from meshwise.spec import (
     Plan,
     PriceTier,
     WideResNet,
+    forms_of,
     layer_kinds,
 )
 from meshwise.spec.layout import SPLIT, Recompute
@@ -189,16 +190,16 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 def blocks_in(kind: StageKind, dtype: Dtype) -> dict[tuple[Piece, str], Block]:
     """Return the blocks of a stage by piece and direction."""
-    here = {"", *(layer.form for layer in kind.layers)}
+    here = {"", *(layer.name for layer in kind.layers)}
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
     return {key: block for key, block in blocks.items() if block.form in here}
 
 
 def pieces_of(kind: StageKind) -> Pieces:
     """Return a function that names the block of a task, as ``Corrections`` does."""
-    if isinstance(kind.model, WideResNet):
-        return lambda task: piece_of(task, kind.layers)
-    return lambda task: (task.part, "")
+    if "" in forms_of(kind.model, kind.seq_len):
+        return lambda task: (task.part, "")
+    return lambda task: piece_of(task, kind.layers)
 
 
 def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:

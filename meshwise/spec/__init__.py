@@ -14,6 +14,7 @@ from meshwise.spec.model import (
     Mla,
     Model,
     RopeScaling,
+    forms_of,
     layer_kinds,
 )
 from meshwise.spec.op import (
@@ -122,6 +123,7 @@ __all__ = [
     "case_of",
     "digest",
     "ending",
+    "forms_of",
     "layer_kinds",
     "rank_of",
     "stages_of",

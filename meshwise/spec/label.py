@@ -105,7 +105,8 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
     if isinstance(op, Step):
         name = op.model.name or family
         return f"{'step' if op.mode == 'train' else op.mode} {name} {op.layout.name}"
-    parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
+    degrees = [f" {name}{of}" for name in ("cp", "tp", "ep") if (of := getattr(op, name)) > 1]
+    parallel = "".join(degrees) + ("+sp" if op.sequence_parallel else "")
     part = " ".join(filter(None, (op.part, op.form)))
     return f"{part} {family} mb{op.microbatch_size}{parallel} {op.direction}"
 

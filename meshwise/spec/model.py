@@ -1,5 +1,6 @@
 """Models: sizes only. ``models/`` turns them into operations, ``nn/`` into modules."""
 
+from collections import Counter
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
@@ -18,6 +19,10 @@ class LayerKind(NamedTuple):
 
     form: str = "dense"
     window: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.form if self.window is None else f"{self.form} w{self.window}"
 
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
@@ -259,3 +264,12 @@ def layer_kinds(
         return LayerKind(form, window if binds else None)
 
     return tuple(map(kind, range(model.layers) if layers is None else layers))
+
+
+def forms_of(model: AnyModel, seq_len: int) -> dict[str, LayerKind]:
+    """Return the kinds of layers by name, the most frequent first. A language model whose layers
+    are all alike has one, named ""."""
+    found = Counter(layer_kinds(model, seq_len))
+    if len(found) == 1 and not isinstance(model, WideResNet):
+        return dict.fromkeys([""], *found)
+    return {kind.name: kind for kind, _ in found.most_common()}

@@ -6,9 +6,11 @@ multiply-add is 2) and the bytes it must move (each input read once, each output
 ``search`` adds them up. Sizes are those of one rank.
 """
 
+from math import lcm
 from typing import Literal
 
-from meshwise.spec.model import AnyModel, layer_kinds
+from meshwise.spec.layout import Layout
+from meshwise.spec.model import AnyModel, forms_of
 from meshwise.spec.record import Count, Length, NonNegative, Record
 from meshwise.spec.vision import WideResNet
 
@@ -299,7 +301,8 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     The block's measured time over the sum of its operations' prices is a ratio that corrects every
     plan that contains the block (``fit.factors``). ``model`` has only as many layers as the block
     needs, and an empty name, so that equal pieces of different models share one key. ``form``:
-    ``LayerKind.form`` for image models, whose layers differ in shape; otherwise "".
+    which layer, if the model's differ (``spec.forms_of``); "" is the first. ``seq_len``: of whole
+    sequences. ``cp`` ranks share each, ``tp`` a layer's weights, ``ep`` its experts.
     """
 
     part: Literal["layer", "head"]
@@ -309,23 +312,42 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     seq_len: Length
     tp: Count = 1
     sequence_parallel: bool = False
+    cp: Count = 1
+    ep: Count = 1
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
 
     def check(self) -> None:
-        forms = {""}
-        if isinstance(self.model, WideResNet):
-            forms = {kind.form for kind in layer_kinds(self.model, self.seq_len)}
-            if self.part != "layer":
-                self.fail("part", "must be layer for an image model")
-        if self.form not in forms:
-            self.fail("form", f"must be one of {', '.join(sorted(forms))}")
+        known, images = forms_of(self.model, self.seq_len), isinstance(self.model, WideResNet)
+        if images and self.part != "layer":
+            self.fail("part", "must be layer for an image model")
+        if self.form not in known and (self.form or images):
+            self.fail("form", f"must be one of {', '.join(sorted(known))}")
+        if self.seq_len % self.cp:
+            self.fail("cp", f"must divide seq_len = {self.seq_len}")
+
+    @property
+    def layout(self) -> Layout:
+        """The least layout that divides a layer so."""
+        return Layout(
+            dp=lcm(self.ep, self.cp) // self.cp,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            sequence_parallel=self.sequence_parallel,
+            microbatch_size=self.microbatch_size,
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        return self.layout.num_devices > 1
 
     @property
     def activation_elements(self) -> int:
+        """Elements of a layer's input on the ranks that share a sequence, each."""
         if isinstance(self.model, WideResNet):
             return self.microbatch_size * self.model.channels * self.model.image_size**2
-        return self.microbatch_size * self.seq_len * self.model.hidden
+        return self.microbatch_size * self.seq_len // self.cp * self.model.hidden
 
 
 Shaped = Gemm | Attention | Convolution  # priced over several dims

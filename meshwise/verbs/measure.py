@@ -50,9 +50,9 @@ def measure(
     """Measure into a run directory and return its path. With ``dry_run`` write nothing and return
     the cases, with about how many seconds each would take.
 
-    ``what``: profile (for the prices), gemm, attention, collectives, fsdp, overlap or health; or
-    one of their records, with its options. Options that take records also take file names. A
-    missing cluster.toml is detected first.
+    ``what``: profile (for the prices), gemm, attention, collectives, fsdp, overlap, layer or
+    health; or one of their records, with its options. Options that take records also take file
+    names. A missing cluster.toml is detected first.
     """
     asked = what if isinstance(what, MeasureOptions) else _asked(what, options)
     budget_s = QUICK_S if asked.quick and asked.what != "health" else None
@@ -194,7 +194,8 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     }
     if asked.model and asked.what == "health":
         raise _no_such("model", asked.what)
-    find: Callable[[Any], Any] = catalogue.find_any if asked.what == "profile" else catalogue.find
+    any_family = asked.what in ("profile", "layer")
+    find: Callable[[Any], Any] = catalogue.find_any if any_family else catalogue.find
     given: dict[str, Any] = {"model": tuple(map(find, asked.model))}
     for name, value in vars(asked).items():
         if name in read and value is not None:

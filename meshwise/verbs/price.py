@@ -45,7 +45,7 @@ USES = {
     **dict.fromkeys(MEMORY_BOUND, ("size", "direction", *_RUN)),
     "gemm": ("size", "shape", "trans", "dtype", *_RUN),
     "attention": ("size", "shape", "direction", "dtype", *_RUN),
-    "layer": (*_MODEL, "microbatch_size", "seq_len", "direction"),
+    "layer": (*_MODEL, "cp", "ep", "microbatch_size", "seq_len", "direction"),
     "unit": (*_MODEL, "group", "stride", *_RUN),
 }  # fmt: skip
 
@@ -148,7 +148,13 @@ def _model(asked: PriceOptions) -> Any:
 def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
     model = _model(asked)
     seq_len = asked.seq_len or (1 if isinstance(model, WideResNet) else model.max_seq_len)
-    layout = Layout(tp=asked.tp, microbatch_size=asked.microbatch_size)
+    layout = Layout(
+        dp=math.lcm(asked.ep, asked.cp) // asked.cp,
+        tp=asked.tp,
+        cp=asked.cp,
+        ep=asked.ep,
+        microbatch_size=asked.microbatch_size,
+    )
     if reason := placement.obstacle(model, seq_len, layout):
         raise ValueError(reason)
     blocks = models.blocks_of(model, seq_len, layout, dtype)

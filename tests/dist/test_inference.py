@@ -156,7 +156,7 @@ def errors(ranks, plans):
             if results:
                 seen = rows.tolist()
                 wanted = reference[index][rows]
-                at = step.positions(plan, place)
+                at = step.positions(plan.workload.seq_len, place)
                 wanted = wanted if at is None else wanted[:, at]
                 logits = torch.cat(results)
                 assert logits.shape == wanted.shape

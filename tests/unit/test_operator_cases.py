@@ -1,14 +1,25 @@
-"""Which cases ``measure gemm``, ``attention``, ``overlap`` time; the search for the best shape."""
+"""Which cases ``measure gemm``, ``attention``, ``overlap``, ``layer`` time; the search for the best shape."""
 
 import math
 
 import pytest
 
 from meshwise.models.primus import AttentionShape
-from meshwise.options.measure import AttentionOptions, GemmOptions, OverlapOptions
-from meshwise.probe.cases import attention, gemm, overlap
+from meshwise.options.measure import AttentionOptions, GemmOptions, LayerOptions, OverlapOptions
+from meshwise.probe.cases import attention, gemm, layer, overlap
 from meshwise.probe.cases.scope import Scope
-from meshwise.spec import Attention, Case, Cluster, Decoder, Device, Gemm, Mla, Sample, Tier
+from meshwise.spec import (
+    Attention,
+    Case,
+    Cluster,
+    Decoder,
+    Device,
+    Experts,
+    Gemm,
+    Mla,
+    Sample,
+    Tier,
+)
 
 LLAMA_8B = Decoder(
     name="llama", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
@@ -206,3 +217,37 @@ def test_overlap_pairs_a_layer_with_the_collectives_of_training():
         overlap.cases(scope(), OverlapOptions())
     with pytest.raises(ValueError, match="sizes = '7': must be at least 8 bytes"):
         overlap.cases(scope(world_size=4), OverlapOptions(sizes="7"))
+
+
+SMALL = Decoder(
+    hidden=64, layers=4, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=128, max_seq_len=64,
+    window=8, full_layers=(3,), experts=Experts(num_experts=4, top_k=2, ffn=32, first_dense=1),
+)  # fmt: skip
+
+
+def test_layers_of_each_kind_over_every_degree_that_divides():
+    asked = LayerOptions(
+        model=(SMALL,), seq_len=32, microbatch_sizes=(1, 4), tp=(1, 2), cp=(1, 4), ep=(1, 4)
+    )
+    ops = [case.op for case in layer.cases(scope(world_size=4), asked)]
+    assert {(op.part, op.form) for op in ops} == {
+        ("head", ""), ("layer", "dense w8"), ("layer", "experts w8"), ("layer", "experts")
+    }  # fmt: skip
+    assert all(op.model.layers == 4 for op in ops)  # the last of them is a kind of its own
+    found = {(op.tp, op.sequence_parallel, op.cp, op.ep) for op in ops if "experts" in op.form}
+    assert found == {
+        (1, False, 1, 1), (1, False, 1, 4), (1, False, 4, 1), (1, False, 4, 4),
+        (2, True, 1, 1), (2, False, 1, 1),  # tp * cp = 8 and 4 experts over 2 ranks do not divide
+    }  # fmt: skip
+    assert {op.ep for op in ops if "experts" not in op.form} == {1}
+    assert [op.direction for op in ops] == ["forward", "backward"] * (len(ops) // 2)
+    assert len(set(ops)) == len(ops)
+    assert {op.microbatch_size for op in ops} == {1, 4}
+
+
+def test_layers_that_no_ranks_divide_are_refused():
+    asked = LayerOptions(model=(SMALL,), seq_len=32, ep=(3,))
+    with pytest.raises(ValueError, match="ep = 3: do not divide 4 ranks"):
+        layer.cases(scope(world_size=4), asked)
+    with pytest.raises(ValueError, match="ep = 2: the model has no experts; use 1"):
+        layer.cases(scope(world_size=4), LayerOptions(model=(LLAMA_8B,), seq_len=32, ep=(2,)))

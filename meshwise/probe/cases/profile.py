@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
-from meshwise.options.measure import ProfileOptions
+from meshwise.options.measure import LayerOptions, ProfileOptions
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
@@ -165,14 +165,7 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
             f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
             f"devices; use 1 to {cluster.num_devices}"
         )
-    profile = Profile(
-        cluster,
-        world_size,
-        scope.dtype,
-        asked.lowering or cluster.device.lowering,
-        SCALES[cluster.device.kind],
-        asked.seq_len,
-    )
+    profile = profile_of(scope, asked)
     planned = models_of(asked) or (default_model(cluster),)
     messages = sent(scope, [profile.work(model) for model in planned])
     found: dict[tuple[object, ...], tuple[Case, str]] = {}
@@ -183,6 +176,18 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
         case = Case(op=op, world_size=world_size, **run._asdict())
         found.setdefault((category, *coordinates.values()), (case, use))
     return list(found.values())
+
+
+def profile_of(scope: Scope, asked: ProfileOptions | LayerOptions) -> Profile:
+    device = scope.cluster.device
+    return Profile(
+        scope.cluster,
+        scope.world_size,
+        scope.dtype,
+        asked.lowering or device.lowering,
+        SCALES[device.kind],
+        asked.seq_len,
+    )
 
 
 def _round_0(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:

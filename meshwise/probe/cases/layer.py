@@ -1,0 +1,44 @@
+"""``measure layer``: a model's layers and head over tp, cp and ep. No torch.
+
+Every legal combination of the degrees is measured, at each microbatch size, with and without
+sequence parallelism. Sizes vary fastest.
+"""
+
+from itertools import product
+
+from meshwise.models import blocks_of, placement
+from meshwise.models.catalogue import default_model
+from meshwise.options.measure import LayerOptions
+from meshwise.prices import in_step
+from meshwise.probe.cases.profile import profile_of
+from meshwise.probe.cases.scope import Scope, models_of
+from meshwise.spec import Case, Layout
+
+
+def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
+    """List the blocks, none twice: kind by kind, forward and backward next to each other."""
+    profile, found = profile_of(scope, asked), dict[Case, None]()
+    obstacles, ranks = list[str](), scope.world_size
+    for model in models_of(asked) or (default_model(scope.cluster),):
+        seq_len, sizes = (
+            profile.length(model),
+            asked.microbatch_sizes or profile.microbatches(model),
+        )
+        for tp, cp, ep in product(asked.tp, asked.cp, asked.ep):
+            if ranks % (tp * cp) or (ranks // tp) % ep:
+                obstacles.append(f"tp = {tp}, cp = {cp}, ep = {ep}: do not divide {ranks} ranks")
+                continue
+            for by_position, size in product((True, False)[tp == 1 :], sizes):
+                layout = Layout(
+                    dp=ranks // (tp * cp), tp=tp, cp=cp, ep=ep, microbatch_size=size,
+                    sequence_parallel=by_position,
+                )  # fmt: skip
+                if reason := placement.obstacle(model, seq_len, layout):
+                    obstacles.append(reason)
+                    continue
+                for block in blocks_of(model, seq_len, layout, scope.dtype).values():
+                    how = in_step(block, scope.cluster, profile.lowering)
+                    found[Case(op=block, world_size=ranks, **how._asdict())] = None
+    if not found:
+        raise ValueError("; ".join(dict.fromkeys(obstacles)))
+    return list(found)
