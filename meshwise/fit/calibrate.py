@@ -1,4 +1,4 @@
-"""Fit costs.json to the samples of one or more runs: curves, surfaces, then block factors.
+"""Fit costs.json to the samples of one or more runs: curves, surfaces, block factors, slowdowns.
 
 Samples of one category (``prices.key``) make one price. It never mixes regimes, dtypes or
 lowerings."""
@@ -12,6 +12,7 @@ import msgspec
 
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
 from meshwise.fit.factors import fit_factors
+from meshwise.fit.slowdowns import fit_slowdowns
 from meshwise.fit.surfaces import fit_surface
 from meshwise.prices import Prices
 from meshwise.prices.key import Category, Key, how, op_key
@@ -103,7 +104,9 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     )
     prices = Prices(costs)
     factors = fit_factors([(each.timed, each.about) for each in blocks], prices)
-    return msgspec.structs.replace(costs, factors=factors)
+    overlaps = [sample for _, samples in runs for sample in samples if sample.status == "ok"]
+    slowdowns = fit_slowdowns(overlaps, run_ids)
+    return msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns)
 
 
 def _digest(cluster: Cluster) -> str:

@@ -214,9 +214,11 @@ class OverlapOptions(MeasureOptions):
     "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."
     sizes: Memory | None = None
     "Of the messages; 16M,256M by default, on CPUs 256K,4M."
-    microbatch_size: Annotated[int, PYTHON, Range(1)] = 1
+    layers: bool = False
+    "The model's layers beside the messages of their FSDP2 unit, instead of its largest product."
+    microbatch_size: Annotated[int, Range(1)] = 1
     "Of models: sequences at once."
-    seq_len: Annotated[int | None, PYTHON, Range(1)] = None
+    seq_len: Annotated[int | None, Range(1)] = None
     "Of models: tokens of a sequence."
     backends: Annotated[tuple[str, ...], PYTHON] = ()
     "Of the collectives."

@@ -153,9 +153,19 @@ def costs(prices: Costs) -> list[Table]:
         *_errors(lambda factor: factor.held_out),
         legend=("The ratio corrects every plan that holds the block.",),
     )
+    slowdowns = listed(
+        "Work beside collectives",
+        prices.slowdowns,
+        ("work", lambda of: type(of.like.compute).__name__.lower()),
+        ("direction", lambda of: getattr(of.like.compute, "direction", "")),
+        ("collective", lambda of: of.like.collective.kind),
+        ("work takes", "compute", "{:.2f} x".format),
+        ("collective takes", "collective", "{:.2f} x".format),
+        left=3,
+    )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
     found = [table for table in (curves, surfaces) if table.rows]
-    return [*found, factors if prices.factors else none]
+    return [*found, factors if prices.factors else none, *filled(slowdowns)]
 
 
 def _errors(held_out: Callable[[Any], HeldOut]) -> tuple[Column, ...]:

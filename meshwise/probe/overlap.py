@@ -6,6 +6,8 @@ In: an ``Overlap`` case. Out: the times of the compute while collectives run, an
     compute_slowdown, collective_slowdown                      beside / alone, of medians
     compute_covered, collective_covered                        share of the timed calls that ended
                                                                while the other work still ran
+    alone_mhz, beside_mhz, alone_w, beside_w                   the slowest device's clock and its
+                                                               power behind the compute's calls
 
 The timing loop measures each alone, then each beside the other, and then all four again, so that
 drifting clocks affect all. Before each timed call, enough of the other work is started to outlast
@@ -20,7 +22,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 from typing import Any
@@ -30,9 +32,10 @@ import torch
 
 from meshwise import timing, torch_private
 from meshwise.probe import collectives, operators
+from meshwise.probe.block import Blocks
 from meshwise.probe.work import Call, Work
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Overlap
+from meshwise.spec import Block, Case, DeviceState, Overlap
 from meshwise.timing import Timed
 
 _OUTLAST = 4.0  # the other work lasts this many times a timed call alone
@@ -40,12 +43,19 @@ _ROUNDS = 2
 _LEAD_CYCLES = 40_000  # some 20 us of device clock, until the other work's next piece has begun
 
 
-def build(case: Case, groups: collectives.Groups, settings: contextlib.ExitStack) -> Work:
+def build(
+    case: Case, groups: collectives.Groups, blocks: Blocks, settings: contextlib.ExitStack
+) -> Work:
     """Build a case. ``Case.backend`` is the collective's. ``settings``: see ``operators.build``."""
     op = case.op
     assert isinstance(op, Overlap)
     alone = msgspec.structs.replace(case, op=op.compute, backend="")
-    (compute, *_) = operators.build(alone, groups.ranks.device, settings).calls
+    if isinstance(op.compute, Block):
+        work = blocks.build(alone)
+        assert work.prepare is not None
+        compute: Call = functools.partial(_both, work.prepare, *work.calls)
+    else:
+        (compute, *_) = operators.build(alone, groups.ranks.device, settings).calls
     other = collectives.build(msgspec.structs.replace(case, op=op.collective), groups)
     (collective,) = other.calls
     own_measure = functools.partial(measure, compute, collective, groups.ranks)
@@ -94,6 +104,10 @@ def measure(
         metrics[f"{name}_alone_s"] = _median(alone[i])
         metrics[f"{name}_slowdown"] = _median(beside[i]) / _median(alone[i])
         metrics[f"{name}_covered"] = min(ranks.gather(sum(covered[i]) / len(covered[i])))
+    for name, rounds in (("alone", alone[0]), ("beside", beside[0])):
+        states = [state for timed in rounds for state in timed.after]
+        metrics |= {f"{name}_mhz": float(x) for x in [_least(states, "sm_clock_mhz")] if x}
+        metrics |= {f"{name}_w": float(x) for x in [_least(states, "power_w")] if x}
     return _joined(beside[0], metrics)
 
 
@@ -108,6 +122,10 @@ def _started_before(start: Call, then: Callable[[Call], None], call: Call) -> No
 
 def _median(rounds: list[Timed]) -> float:
     return median(time_s for timed in rounds for time_s in timed.times_s)
+
+
+def _least(states: Iterable[DeviceState], field: str) -> float | None:
+    return min((x for state in states if (x := getattr(state, field)) is not None), default=None)
 
 
 def _joined(rounds: list[Timed], metrics: dict[str, float | tuple[float, ...]]) -> Timed:

@@ -107,11 +107,11 @@ class Bench:
         if isinstance(case.op, Block):
             self.settings.enter_context(fp32_precision(case.op.dtype, device))
             return self.blocks.build(case)
+        if isinstance(case.op, Overlap):
+            return overlap.build(case, self.groups, self.blocks, self.settings)
         self.blocks.release()
         if isinstance(case.op, Collective):
             return collectives.build(case, self.groups)
-        if isinstance(case.op, Overlap):
-            return overlap.build(case, self.groups, self.settings)
         return operators.build(case, device, self.settings)
 
     def free(self) -> None:

@@ -1,7 +1,16 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
 from meshwise.spec.cluster import Cluster, Device, Tier
-from meshwise.spec.costs import TIERS, Costs, Curve, Factor, HeldOut, PriceTier, Surface
+from meshwise.spec.costs import (
+    TIERS,
+    Costs,
+    Curve,
+    Factor,
+    HeldOut,
+    PriceTier,
+    Slowdown,
+    Surface,
+)
 from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import (
@@ -110,6 +119,7 @@ __all__ = [
     "ScheduleName",
     "Shaped",
     "Sized",
+    "Slowdown",
     "Stage",
     "StageTimes",
     "Step",

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 from meshwise.spec.cluster import Cluster
-from meshwise.spec.op import Block, Dtype, Lowering, Regime, Shaped, Sized
+from meshwise.spec.op import Block, Dtype, Lowering, Overlap, Regime, Shaped, Sized
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 NOISY = 0.5  # median held-out error of what is too noisy to plan with
@@ -171,6 +171,15 @@ class Factor(Price, kw_only=True):
                 self.fail(field, "every ratio must be > 0")
 
 
+class Slowdown(Price, kw_only=True):
+    """How much work and a collective slow each other down: the time of each beside the other over
+    its time alone. Work of one type (a block, say) and direction shares one."""
+
+    like: Overlap
+    compute: PositiveFloat
+    collective: PositiveFloat
+
+
 class Costs(Record, kw_only=True):
     """Everything that ``plan`` needs to know about a cluster's speed.
 
@@ -185,6 +194,7 @@ class Costs(Record, kw_only=True):
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]
     factors: tuple[Factor, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
     memory_overhead_bytes: NonNegative = 0  # seen by the device but not by the allocator
     runs: tuple[str, ...]
     versions: dict[str, str] = {}  # of device, torch, nccl and driver when it was measured

@@ -276,25 +276,6 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
         return [*map(sum, kept), *map(sum, zip(*kept, strict=True))]
 
 
-class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
-    """Compute on one stream while a collective runs on another, again and again.
-
-    Its time is the time of one ``compute`` while collectives run. The baselines are measured
-    alternately with it and stored in the sample's metrics.
-    """
-
-    compute: Gemm | Attention
-    collective: Collective
-
-    @property
-    def flops(self) -> int:
-        return self.compute.flops
-
-    @property
-    def bytes(self) -> int:
-        return self.compute.bytes
-
-
 class Block(Record, kw_only=True, tag_field="op", tag="block"):
     """One measured piece of a model: a layer, or the head of a language model with its loss.
 
@@ -348,6 +329,25 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
         if isinstance(self.model, WideResNet):
             return self.microbatch_size * self.model.channels * self.model.image_size**2
         return self.microbatch_size * self.seq_len // self.cp * self.model.hidden
+
+
+class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
+    """Compute on one stream while a collective runs on another, again and again.
+
+    Its time is the time of one ``compute`` while collectives run; of a block's backward with its
+    forward. The baselines are measured alternately with it and stored in the sample's metrics.
+    """
+
+    compute: Gemm | Attention | Block
+    collective: Collective
+
+    @property
+    def flops(self) -> int:
+        return 0 if isinstance(self.compute, Block) else self.compute.flops
+
+    @property
+    def bytes(self) -> int:
+        return 0 if isinstance(self.compute, Block) else self.compute.bytes
 
 
 Shaped = Gemm | Attention | Convolution  # priced over several dims

@@ -1,4 +1,4 @@
-"""Which cases ``measure gemm``, ``attention``, ``overlap``, ``layer`` time; the search for the best shape."""
+"""Which cases ``measure gemm``, ``attention``, ``overlap``, ``layer`` time; the best shape."""
 
 import math
 

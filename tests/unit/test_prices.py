@@ -27,6 +27,7 @@ from meshwise.spec import (
     Elementwise,
     Gemm,
     Model,
+    Overlap,
     RunInfo,
     Sample,
     Tier,
@@ -389,3 +390,26 @@ def test_lines_are_exact_on_a_power_law():
     curve = fit_curve({4.0**i: 1e-6 * 4.0 ** (0.5 * i) for i in range(8)}, ABOUT)
     assert curve.laws["lines"].held_out.p90 < 1e-9 and curve.held_out.p90 < 1e-9
     assert math.isclose(curve.time_s[3], 8e-6)
+
+
+def beside(compute, kind, slower, covered=1.0):
+    op = Overlap(compute=compute, collective=collective(kind, 2**20, 4))
+    metrics = dict(zip(("compute_slowdown", "collective_slowdown"), slower, strict=True))
+    metrics |= dict.fromkeys(("compute_covered", "collective_covered"), covered)
+    return sample(op, 1.0, **metrics)
+
+
+def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
+    block = Block(part="layer", model=MODEL, microbatch_size=1, seq_len=1024)
+    product = Gemm(m=64, n=64, k=64)
+    samples = [
+        *(beside(block, "all_gather", (1 + x / 10, 2 + x)) for x in (1, 2, 9)),
+        beside(block, "all_gather", (9.0, 9.0), covered=0.5),
+        beside(block, "reduce_scatter", (1.5, 3.0)),
+        beside(product, "all_gather", (1.25, 1.75)),
+    ]
+    found = calibrate([(INFO, samples)]).slowdowns
+    assert [(type(of.like.compute), of.like.collective.kind) for of in found] == [
+        (Block, "all_gather"), (Block, "reduce_scatter"), (Gemm, "all_gather")
+    ]  # fmt: skip
+    assert [(of.compute, of.collective) for of in found] == [(1.2, 4), (1.5, 3), (1.25, 1.75)]

@@ -71,9 +71,7 @@ def estimate_s(
     if cluster.device.kind == "cpu" and on_gpu:
         return SETUP_S  # such a case is skipped
     parts: tuple[Op, ...] = (op,)
-    if isinstance(op, Block):
-        parts = block_ops(op)
-    elif isinstance(op, Overlap):  # each alone, then each beside the other
+    if isinstance(op, Overlap):  # each alone, then each beside the other
         parts = 2 * (op.compute, op.collective)
     once = sum(_once_s(part, cluster) for part in parts)
     if isinstance(op, Block | Attention) and op.direction == "backward":
@@ -91,7 +89,9 @@ def estimate_s(
 
 
 def _once_s(op: Op, cluster: Cluster) -> float:
-    assert not isinstance(op, Block | Overlap)
+    assert not isinstance(op, Overlap)
+    if isinstance(op, Block):
+        return sum(_once_s(part, cluster) for part in block_ops(op))
     flops, memory, wire, launch, latency = _RATES[cluster.device.kind]
     if isinstance(op, Collective):
         return latency + op.bytes / wire

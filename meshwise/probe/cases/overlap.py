@@ -1,13 +1,17 @@
-"""``measure overlap``: a product of a model's layer beside training's collectives. No torch."""
+"""``measure overlap``: work of a model's layer beside training's collectives. No torch."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, cast
 
+from meshwise.models import blocks_of
+from meshwise.models.catalogue import default_workload
 from meshwise.models.decoder import products
+from meshwise.models.fsdp import planned
 from meshwise.options.measure import OverlapOptions
 from meshwise.probe.cases.scope import Scope, models_of, typed
 from meshwise.probe.cases.sizes import parse_sizes
-from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Overlap
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Layout, Overlap
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
 _SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # the dtype that training sends
@@ -18,11 +22,16 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     """Pair the largest product of each model's layers with collectives over all ranks.
 
     Without models the product is a cube of 8192 (512 on CPUs). Each size is rounded down until it
-    divides among the ranks.
+    divides among the ranks. With ``layers``, the layers of each model instead, beside the messages
+    of their FSDP2 unit: its gather, and beside a backward the reduction of its gradients, too.
     """
     ranks, kinds = scope.world_size, cast("tuple[CollectiveKind, ...]", asked.kinds) or KINDS
     if ranks < 2:
         raise ValueError(f"overlap: {ranks} rank has no collective; use at least 2 (--nproc 2)")
+    if asked.layers:
+        if not asked.model:
+            raise ValueError("layers: whose? add --model, as --model gpt-2.6b")
+        return [case for model in models_of(asked) for case in _beside_units(scope, model, asked)]
     sizes = asked.sizes
     if sizes is None:
         sizes = "16M,256M" if scope.on_gpus else "256K,4M"
@@ -54,6 +63,19 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
         )
         for compute, size, kind, backend in product(computes, found, kinds, asked.backends or ("",))
     ]
+
+
+def _beside_units(scope: Scope, model: Any, asked: OverlapOptions) -> Iterator[Case]:
+    seq_len = asked.seq_len or default_workload(scope.cluster, model).seq_len
+    layout = Layout(microbatch_size=asked.microbatch_size)
+    sent = planned(model, shard=scope.world_size, param_dtype=scope.dtype)
+    messages = {one.collective.kind: one.collective for one in sent if one.unit != "root"}
+    for ((part, _), way), block in blocks_of(model, seq_len, layout, scope.dtype).items():
+        for kind, message in messages.items() if part == "layer" else ():
+            if way == "backward" or kind == "all_gather":
+                op = Overlap(compute=block, collective=message)
+                lowering = scope.cluster.device.lowering
+                yield Case(op=op, lowering=lowering, world_size=scope.world_size)
 
 
 def _product(scope: Scope, model: Any, asked: OverlapOptions) -> Gemm:
