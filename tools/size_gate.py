@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_316,
+    "cli": 1_333,
     "engine": 3_222,
     "fit": 1_002,
     "launch": 682,
-    "models": 4_703,
+    "models": 4_722,
     "nn": 1_362,
-    "options": 1_018,
-    "pages": 6_053,
+    "options": 1_052,
+    "pages": 6_106,
     "parallel": 3_184,
     "prices": 1_314,
-    "probe": 6_736,
+    "probe": 6_860,
     "reshard": 5_094,
     "search": 2_741,
-    "spec": 3_014,
+    "spec": 3_015,
     "suites": 1_003,
-    "verbs": 4_201,
+    "verbs": 4_262,
     "": 4_243,  # modules beside the rooms
 }
 
