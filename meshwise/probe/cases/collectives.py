@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from meshwise.models import catalogue, graph, primus, program_of, stream_shape
+from meshwise.models import catalogue, primus, programs_of, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.options.measure import CollectivesOptions
 from meshwise.probe.cases.scope import Scope, models_of
@@ -25,7 +25,6 @@ from meshwise.spec import (
     Model,
     Plan,
     Sample,
-    layer_kinds,
 )
 from meshwise.spec.op import (
     IN_PLACE_ONLY,
@@ -294,20 +293,12 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | int | None) -> list[
 
 def _of_plan(plan: Plan) -> list[Collective]:
     """List every collective of the plan's stages, and the messages between stages."""
-    layout, model, found = plan.layout, plan.model, []
-    stages = layout.stage_layers(model.layers)
-    for index, layers in enumerate(stages):
-        inside = layout.of_rank(index % layout.pp)
-        part = graph(
-            model, inside.microbatch_size, plan.workload.seq_len, plan.dtype,
-            layers=layer_kinds(model, plan.workload.seq_len, layers),
-            first=index == 0, last=index == len(stages) - 1,
-        )  # fmt: skip
-        tasks = program_of(part, inside, plan.dtype).tasks
-        found += [task.op for task in tasks if isinstance(task.op, Collective)]
+    layout, model, seq_len, found = plan.layout, plan.model, plan.workload.seq_len, []
+    for _, _, program in programs_of(model, layout, seq_len, plan.dtype):
+        found += [task.op for task in program.tasks if isinstance(task.op, Collective)]
     stride = layout.num_devices // layout.pp
-    for layers in stages[:-1]:
-        shape = stream_shape(model, layout.microbatch_size, plan.workload.seq_len, layers.stop)
+    for layers in layout.stage_layers(model.layers)[:-1]:
+        shape = stream_shape(model, layout.microbatch_size, seq_len, layers.stop)
         size = math.prod(shape) * DTYPE_BYTES[plan.dtype]
         found.append(_sized("send_recv", size, Group(2, stride), plan.dtype))
     moving = [op for op in dict.fromkeys(found) if op.group_size > 1 and op.size_bytes]
