@@ -459,7 +459,7 @@ def test_ranks_of_a_pipeline_count_by_their_mean(tmp_path, capsys):
     roots = 2 * 1024 * 1024 // 2, (1024 * 1024 + 2 * 1024) // 2
     logs = []
     for root in roots:
-        step = line("Send", SENT, ranks=2) * 2 + line("Recv", SENT, ranks=4) * 2
+        step = line("Send", SENT, ranks=4) * 2 + line("Recv", SENT, ranks=4) * 2
         for kind, dtype in (("AllGather", 9), ("ReduceScatter", 7)):
             step += line(kind, 2 * LAYER, dtype, ranks=2) * 2 + line(kind, root, dtype, ranks=2)
         logs += [(step + line("AllReduce", 1, 7)) * STEPS] * 2
@@ -473,8 +473,11 @@ def test_ranks_of_a_pipeline_count_by_their_mean(tmp_path, capsys):
     logs = [line("Broadcast", 7, ranks=2) * 2 + log for log in logs]  # before the steps
     _, found, _ = imported(tmp_path, capsys, *logs, plan=str(tmp_path / "plan.json"))
     assert (found.steps, found.agrees) == (STEPS, True), found.lines
-    gathered = {one.elements: one.planned for one in found.lines if one.kind == "all_gather"}
-    assert gathered == {2 * LAYER: 2, roots[0]: 0.5, roots[1]: 0.5}
+    gathered = {one.elements: one for one in found.lines if one.kind == "all_gather"}
+    assert {elements: one.planned for elements, one in gathered.items()} == {
+        2 * LAYER: 2, roots[0]: 0.5, roots[1]: 0.5
+    }  # fmt: skip
+    assert gathered[2 * LAYER].units == "layers.0 to layers.3 (4 units)"
     _, found, shown = imported(tmp_path, capsys, *logs[:2], plan=str(tmp_path / "plan.json"))
     assert not found.agrees and "It needs 4 ranks' logs; there are 2." in shown
 
