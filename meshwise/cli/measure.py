@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
@@ -16,6 +16,7 @@ from meshwise.launcher import Job
 from meshwise.options import helps
 from meshwise.options import measure as kinds
 from meshwise.options.measure import KINDS, MeasureOptions
+from meshwise.options.trace import TraceOptions
 from meshwise.verbs import world
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _command(what: str, kind: type[MeasureOptions]) -> Callable[..., int]:
     return of_kinds if what == "collectives" else command
 
 
-HERE = Called()
+HERE, ANYTHING = Called(), TraceOptions()
 for number, (what, kind) in enumerate(KINDS.items()):
     one = _command(what, kind)
     measure.command(one, name=what, help=inspect.getdoc(kind), sort_key=number)
@@ -122,9 +123,16 @@ measure.command(
 
 
 @measure.command(name="import", sort_key=8)
-def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: Json = False) -> int:
+def import_(
+    *file: str,
+    cluster: str | None = None,
+    runs: Runs = "runs",
+    asked: Annotated[TraceOptions, flags(TraceOptions)] = ANYTHING,
+    json: Json = False,
+) -> int:
     """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories. Exit code 4 if a
-    result in them was wrong.
+    result in them was wrong. With --model or --plan also say whether the calls in NCCL's traces are
+    those of its training steps; all files are then one training's.
 
     Parameters
     ----------
@@ -134,11 +142,18 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
         The machine they were measured on; by default made from what the file says.
     """
     from meshwise import store
-    from meshwise.pages import samples
+    from meshwise.pages import samples, show
+    from meshwise.verbs import trace
     from meshwise.verbs.imports import import_files
 
+    check = trace.compare(file, asked) if file and asked.said() else None
     run_dirs = import_files(file, cluster=cluster, runs=runs)
-    emit([str(path) for path in run_dirs], samples.imported(run_dirs), json)
+    document: Any = [str(path) for path in run_dirs]
+    tables = samples.imported(run_dirs)
+    if check is not None:
+        document = {"run_dirs": document, "check": check}
+        tables += show.trace(check, "Model against trace")
+    emit(document, tables, json)
     statuses = {sample.status for path in run_dirs for sample in store.load(path)[1]}
     return SOME_FAILED if "error" in statuses else DONE
 

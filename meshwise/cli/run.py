@@ -77,8 +77,10 @@ def _results(run_dirs: list[Path], nccl_trace: bool, json: bool) -> int:
     from meshwise.verbs import trace
 
     checks = {path.name: trace.read_check(path) for path in run_dirs}
-    shown = [show.trace(check, f"Plan against trace: {name}") for name, check in checks.items()]
-    emit({"steps": found, "nccl_checks": checks}, [*steps.tables(found), *shown], json)
+    tables = steps.tables(found)
+    for name, check in checks.items():
+        tables += show.trace(check, f"Plan against trace: {name}")
+    emit({"steps": found, "nccl_checks": checks}, tables, json)
     agree = all(check.agrees is not False for check in checks.values())
     return DONE if good and agree else SOME_FAILED
 

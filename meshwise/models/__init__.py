@@ -1,5 +1,6 @@
 """Operation graphs of models, each rank's share of them, and counts. No torch."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ __all__ = [
     "num_parameters",
     "piece_of",
     "program_of",
+    "programs_of",
     "saved_activation_bytes",
     "saved_block_bytes",
     "step_flops",
@@ -75,6 +77,22 @@ def graph(
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
     return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
+
+
+def programs_of(
+    model: AnyModel, layout: Layout, seq_len: int, dtype: str
+) -> Iterator[tuple[Layout, range, Program]]:
+    """Yield the layout within each pipeline stage, its layers, and the program of its ranks."""
+    stages = layout.stage_layers(model.layers)
+    for index, layers in enumerate(stages):
+        inside = layout.of_stage(index)
+        part = graph(
+            model, inside.microbatch_size, seq_len, dtype,
+            layers=layer_kinds(model, seq_len, layers),
+            first=index == 0, last=index == len(stages) - 1,
+            recompute=inside.recomputed(len(layers)),
+        )  # fmt: skip
+        yield inside, layers, program_of(part, inside, dtype)
 
 
 Piece = tuple[str, str]  # part and form of a block

@@ -26,7 +26,8 @@ class Unit(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A collective that each rank issues ``count`` times in a step. ``elements_per_rank``:
+    """A collective that each rank issues ``count`` times in a step, in the mean over ranks if they
+    differ. ``elements_per_rank``:
     elements that the rank sends to an all-gather, keeps of a reduce-scatter, or all-reduces.
     ``phase``: forward or backward."""
 
@@ -34,7 +35,7 @@ class Planned(NamedTuple):
     phase: str
     collective: Collective
     elements_per_rank: int
-    count: int  # type: ignore[assignment]  # not tuple's method
+    count: float  # type: ignore[assignment]  # not tuple's method
 
 
 def units(model: AnyModel) -> list[Unit]:

@@ -167,6 +167,11 @@ class CollectivesOptions(CountedOptions):
     )
     groups: int = 1
     "So many groups of equal size at once."
+    stride: Annotated[int, Range(1)] = 1
+    (
+        "Between the ranks of a group, and a divisor of --groups: of 4 ranks, --groups 2 --stride "
+        "2 are 0,2 and 1,3."
+    )
     ranks: Content | None = None
     "One group of these ranks alone, as 0,2."
     pairs: bool = False

@@ -5,22 +5,25 @@ from math import prod
 from typing import Any
 
 from meshwise.pages import health, samples, steps, tables
-from meshwise.pages.table import Table, filled, listed, span
+from meshwise.pages.table import Table, filled, grouped, listed, size, span
 from meshwise.spec import Case, Cluster, Costs, Plan, Record, RunInfo, Sample
 from meshwise.spec.checkpoint import Damage, Verified
 from meshwise.spec.label import label
 from meshwise.spec.phases import ADDENDS, Phases
-from meshwise.spec.trace import TraceCheck
+from meshwise.spec.trace import TraceCheck, TraceLine
 from meshwise.units import format_bytes, format_count, format_seconds
 
 MOST_DAMAGE = 20  # lines
+MOST_DIFFERENCES = 3  # sentences
+PER_STEP = "{:.4g}"
 PHASES_LEGEND = (
     "The parts of a rank add up to the step. Exposed: moments when a collective runs and no "
     "computation does; communication: all of it, beside computation too; bubble: waiting for a "
     "neighbour in the pipeline."
 )
 TRACE_LEGEND = (
-    "Elements: what a rank sends to a gather or keeps of a scatter, else the whole message. Calls "
+    "Elements: what a rank sends to a gather or keeps of a scatter, else the whole message. Size: "
+    "nccl-tests', the whole message. Calls "
     "a step: of each rank; where ranks differ, the fewest and the most."
 )
 
@@ -111,37 +114,87 @@ def _damage(found: Sequence[Damage]) -> Table:
     )
 
 
-def trace(check: TraceCheck, title: str = "Plan against trace") -> Table:
-    """Show each kind and size of message, those of the plan first."""
+def trace(check: TraceCheck, title: str = "Plan against trace") -> list[Table]:
+    """Show a step's bytes by kind of message, then each message, the most bytes a step first."""
+    return [*filled(_bytes(check)), _messages(check, title)]
+
+
+def _bytes(check: TraceCheck) -> Table:
+    sized = [line for line in check.lines if line.size_bytes]
+    rows = [
+        (*key, [(line, line.size_bytes, _of_step(line, check)) for line in of])
+        for key, of in grouped(sized, lambda line: (line.kind, line.num_ranks)).items()
+    ]
+    return listed(
+        "Bytes a step of all messages of a kind",
+        rows,
+        ("collective", lambda row: row[0]),
+        ("ranks", lambda row: row[1] or "?"),
+        ("planned", lambda row: sum(of * line.planned for line, of, _ in row[2]), size),
+        ("traced", lambda row: sum(of * n for _, of, n in row[2]), size),
+        ("as planned", lambda row: sum(of * n for line, of, n in row[2] if _agrees(line)), size),
+    )
+
+
+def _agrees(line: TraceLine) -> bool:
+    return line.verdict == "as planned"
+
+
+def _messages(check: TraceCheck, title: str) -> Table:
+    steps = f"{check.steps} step{'s' * (check.steps > 1)}"
     outcome = {
-        True: f"The trace of {check.steps} steps is as planned.",
-        False: f"The trace of {check.steps} steps is NOT as planned.",
-        None: f"{check.steps} steps were traced.",
+        True: f"The trace of {steps} is as planned.",
+        False: f"The trace of {steps} is NOT as planned.",
+        None: f"Traced: {steps}.",
     }[check.agrees]
-    per_step = "{:.4g}".format
     return listed(
         title,
-        check.lines,
+        sorted(check.lines, key=lambda line: -line.size_bytes * _most(line, check)),
         ("unit", lambda line: line.units or "?"),
         ("collective", "kind"),
         ("dtype", "dtype"),
         ("ranks", lambda line: line.num_ranks or "?"),
         ("elements", "elements", "{:,}".format),
-        ("planned a step", "planned"),
+        ("size", lambda line: line.size_bytes or None, size),
+        ("planned a step", "planned", PER_STEP.format),
         (
             "traced a step",
-            lambda line: span((n / check.steps for n in line.traced or (0,)), per_step),
+            lambda line: span((n / check.steps for n in line.traced or (0,)), PER_STEP.format),
         ),
         ("verdict", "verdict"),
-        legend=(outcome, *check.notes, TRACE_LEGEND),
+        legend=(outcome, *_differences(check), *check.notes, TRACE_LEGEND),
         left=3,
     )
+
+
+def _most(line: TraceLine, check: TraceCheck) -> float:
+    return max(line.planned, _of_step(line, check))
+
+
+def _of_step(line: TraceLine, check: TraceCheck) -> float:
+    """Return how often the mean rank sends a message in a step of the trace."""
+    return sum(line.traced) / max(len(line.traced), 1) / check.steps
+
+
+def _differences(check: TraceCheck) -> list[str]:
+    """Say in words where the most bytes differ."""
+    apart = [
+        (abs(traced - line.planned) * line.size_bytes, traced, line)
+        for line in check.lines
+        if line.verdict in ("missing", "too few", "too many", "not planned")
+        for traced in [_of_step(line, check)]
+    ]
+    return [
+        f"{line.kind} {line.dtype} of {size(line.size_bytes)}, {line.num_ranks or '?'} ranks: the "
+        f"trace has {PER_STEP.format(traced)} a step, planned are {PER_STEP.format(line.planned)}."
+        for _, traced, line in sorted(apart, key=lambda one: -one[0])[:MOST_DIFFERENCES]
+    ]
 
 
 _TABLES: dict[type, Callable[[Any], list[Table]]] = {
     Verified: checkpoint,
     Phases: lambda found: [phases(found)],
-    TraceCheck: lambda found: [trace(found)],
+    TraceCheck: trace,
     Cluster: tables.cluster,
     Costs: tables.costs,
     Plan: tables.plan,

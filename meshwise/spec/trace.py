@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from meshwise.spec.record import NonNegative, Positive, Record
+from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, Record
 
 SCHEMA_VERSION = 1
 
@@ -13,15 +13,16 @@ Verdict = Literal[
 
 class TraceLine(Record, kw_only=True):
     """Calls of one kind and size. ``elements``: of one rank's part for gather and scatter, else of
-    the message. ``planned``: calls per step. ``traced``: calls of each rank, in rank order, in all.
-    """
+    the message. ``size_bytes``: nccl-tests' size; 0 in older files. ``planned``: calls per step; of
+    a pipeline the mean over ranks. ``traced``: calls of each rank, in rank order, in all."""
 
     units: str
     kind: str
     elements: NonNegative
+    size_bytes: NonNegative = 0
     dtype: str
     num_ranks: NonNegative  # of the communicator; 0 if the log does not say
-    planned: NonNegative
+    planned: NonNegativeFloat
     traced: tuple[NonNegative, ...]
     verdict: Verdict
 

@@ -5,10 +5,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from meshwise.options.measure import CollectivesOptions
 from meshwise.probe import collectives, pattern
+from meshwise.probe.cases.collectives import cases
+from meshwise.probe.cases.scope import Scope
 from meshwise.probe.work import Unavailable
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Collective
+from meshwise.spec import Case, Cluster, Collective, Device, Tier
 from meshwise.spec.op import ROOTED
 
 pytestmark = pytest.mark.dist
@@ -160,6 +163,25 @@ def reduced(ranks: Ranks) -> list[bool]:
     return found
 
 
+def sums(ranks: Ranks, **options) -> float:
+    """What the cases of these options leave on this rank, if rank r has 10^r."""
+    machine = Cluster(
+        name="four",
+        num_hosts=1,
+        num_devices_per_host=4,
+        device=Device(name="x", kind="cpu", memory_bytes=2**30),
+        tiers=(Tier(name="host", num_devices=4),),
+    )
+    asked = CollectivesOptions(kinds=("all_reduce",), sizes="64", **options)
+    (case,) = cases(Scope(machine, ranks.world_size, "fp32"), asked)
+    party = collectives.Groups(ranks).party(case.op)
+    buffers = collectives.allocate(case.op, party.here, ranks.device)
+    buffers.source.fill_(10.0**ranks.rank)
+    collectives.communicate(case.op, buffers, party)
+    (result,) = set(buffers.result.tolist())
+    return result
+
+
 def refusals(ranks: Ranks) -> list[str]:
     groups, said = collectives.Groups(ranks), []
     for op, backend, regime in (
@@ -231,6 +253,18 @@ def test_every_collective_is_what_its_definition_says(gloo_ranks, world):
             if op.kind == "reduce" and wanted is None:
                 continue
             assert result == wanted, (op, rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_ranks"),
+    [
+        ({}, [1111, 1111, 1111, 1111]),
+        ({"groups": 2}, [11, 11, 1100, 1100]),
+        ({"groups": 2, "stride": 2}, [101, 1010, 101, 1010]),
+    ],
+)
+def test_the_groups_that_options_ask_for_are_those_that_sum(gloo_ranks, options, of_ranks):
+    assert gloo_ranks(4, sums, **options) == of_ranks
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -18,7 +18,9 @@ from meshwise import models
 from meshwise.engine import data as engine_data
 from meshwise.engine import step
 from meshwise.parallel import apply, mesh, pipeline
+from meshwise.probe.importers import plan_trace
 from meshwise.spec import (
+    DTYPE_BYTES,
     Collective,
     Cuts,
     Decoder,
@@ -200,6 +202,27 @@ def test_gradients_that_are_sums_over_two_axes(gloo_ranks, plan_of, model):
     ]
     first_shard = 2  # of one row of a weight the other ranks have nothing
     compare(gloo_ranks, plan_of, model, layouts, "bf16", first_shard)
+
+
+@pytest.mark.parametrize("model", [FAMILIES["gpt"], LLAMA, EXPERTS["experts"]])
+def test_what_traces_are_compared_with_is_what_a_step_issues(gloo_ranks, plan_of, model):
+    """Without the gradient norm, which the optimizer takes."""
+    layouts = [*LAYOUTS[4], Layout(dp=4, zero=3, replicas=2, microbatch_size=1)]
+    if model.experts:
+        layouts = [Layout(dp=2, tp=2, ep=2, zero=2, sequence_parallel=True, microbatch_size=2)]
+    plan = plan_of(model, WORKLOAD, Layout(dp=4), dtype="bf16")
+    plan = replace(plan, recipe=Recipe(routing="balanced", max_grad_norm=0))
+    given = {"plan": plan, "layouts": layouts}
+    given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}
+    issued_by_rank_0, *_ = gloo_ranks(4, issued, **given)
+    for layout in layouts:
+        due = Counter()
+        for one in plan_trace.expected(model, layout, WORKLOAD.seq_len, "bf16", plan.recipe):
+            op = one.collective
+            parts = 1 if op.kind == "all_reduce" else op.group_size
+            size = one.elements_per_rank * parts * DTYPE_BYTES[op.dtype]
+            due[op.kind, op.group_size, size] += one.count
+        assert due == Counter(map(tuple, issued_by_rank_0[layout.name])), layout.name
 
 
 CONTEXT = {

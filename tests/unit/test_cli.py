@@ -153,6 +153,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure collectives alltoal --nproc 1", "'alltoal': is no collective; did you mean all_"),
         ("measure collectives --timeout 0s", "error: --timeout = '0s': must be some time"),
         ("measure collectives --nproc 1 --groups 2", "groups = 2: must divide the 1 ranks"),
+        ("measure collectives --nproc 1 --stride 2", "error: --stride = 2: must divide groups = 1"),
         ("measure fsdp --nproc 1 --replicas 2", "replicas = 2: must divide the 1 ranks"),
         ("measure overlap --nproc 1", "overlap: 1 rank has no collective"),
         ("measure import", "no file to import; name one or more"),

@@ -123,6 +123,18 @@ class TestGroups:
         found = ops(scope(8), groups=2, sizes="64")
         assert {(op.group_size, op.group_stride, op.ranks) for op in found} == {(4, 1, ())}
 
+    def test_groups_may_be_of_ranks_some_apart(self):
+        """The uneven exchange and that of a model's layers, too; messages to the next stage not."""
+        several = {"groups": 4, "stride": 2}
+        splits = ((4, 8), (0, 16))
+        for options in ({"sizes": "64"}, {"splits": splits}, {"tables": "8,1-2,4"}):
+            found = ops(scope(8), **several, **options)
+            assert {(op.group_size, op.group_stride, op.ranks) for op in found} == {(2, 2, ())}
+        found = ops(scope(8), model=(catalogue.get("gpt-125m"),), groups=2, stride=2)
+        assert {(op.kind == "send_recv", op.group_size, op.group_stride) for op in found} == {
+            (False, 4, 2), (True, 2, 1)
+        }  # fmt: skip
+
     def test_one_group_of_named_ranks(self):
         found = ops(scope(8), ranks=(5, 2, 7), sizes="96")
         assert {(op.group_size, op.ranks) for op in found} == {(3, (2, 5, 7))}
@@ -132,6 +144,11 @@ class TestGroups:
         [
             ({"groups": 3}, "groups = 3: must divide the 4 ranks"),
             ({"groups": 0}, "groups = 0: must divide the 4 ranks"),
+            ({"stride": 2}, "stride = 2: must divide groups = 1; use 1, or other groups"),
+            ({"groups": 4, "stride": 3}, "stride = 3: must divide groups = 4; use 1 or 2 or 4,"),
+            ({"stride": 0}, "stride = 0: must be >= 1"),
+            ({"stride": 2, "ranks": (0, 2)}, "stride and ranks: only one .*leave the others out"),
+            ({"stride": 2, "pairs": True}, "stride and pairs: only one of them can be"),
             ({"ranks": (0, 4)}, r"ranks = \(0, 4\): must be different numbers from 0 to 3"),
             ({"ranks": (1, 1)}, r"ranks = \(1, 1\): must be different"),
             ({"ranks": (-1, 1)}, r"ranks = \(-1, 1\): must be different"),

@@ -10,16 +10,21 @@ import msgspec
 import pytest
 
 from meshwise import store
+from meshwise.cli import app
+from meshwise.models import catalogue
 from meshwise.pages import show, table
 from meshwise.probe import importers
 from meshwise.probe.importers import nccl_trace, plan_trace
-from meshwise.spec import Cluster, Collective, Device, Layout, Tier
+from meshwise.spec import Cluster, Collective, Device, Layout, Tier, Workload
+from meshwise.spec.trace import TraceCheck
 from meshwise.verbs import trace as verb
 from meshwise.verbs.imports import import_files
 from meshwise.verbs.run import run
 from tests import sample_records as known
 
-TRACE = Path(__file__).parents[1] / "data" / "nccl_trace" / "llama3_70b.log"
+DATA = Path(__file__).parents[1] / "data"
+TRACE = DATA / "nccl_trace" / "llama3_70b.log"
+GATHERS = DATA / "nccl_tests_h200x4" / "nccl_tests_all_gather.txt"
 STEPS = 5
 
 # known.MODEL, of 4 layers, hidden 1024, ffn 4096, vocab and positions 1024, over 4 ranks:
@@ -273,7 +278,7 @@ def test_other_axes_are_listed_and_not_judged():
 def test_the_table_shows_plan_and_trace_side_by_side(capsys):
     good = step_of_zero3() * STEPS
     lost = good.replace(line("ReduceScatter", ROOT, 7, op=4), "", 1)
-    table.write([show.trace(check(plan(), good, lost, good, good), "title")], sys.stdout)
+    table.write(show.trace(check(plan(), good, lost, good, good), "title"), sys.stdout)
     shown = capsys.readouterr().out
     row = next(text for text in shown.splitlines() if "too few" in text)
     assert row.split() == [
@@ -282,6 +287,8 @@ def test_the_table_shows_plan_and_trace_side_by_side(capsys):
         "fp32",
         "4",
         "524,800",
+        "8.40",
+        "MB",
         "1",
         "0.8",
         "–",
@@ -328,3 +335,202 @@ def test_there_is_no_trace_on_cpus_beside_a_check_or_under_a_launcher(monkeypatc
     monkeypatch.delenv("RANK")
     with pytest.raises(ValueError, match="gloo writes no trace"):
         run(tmp_path / "plan.json", nccl_trace=True, dry_run=True)
+
+
+# --- measure import --model, --plan: traces of other programs ---
+
+# known.MODEL over tp 2 and data ranks 2: matrices and the biases of qkv and up halved, then all
+# halved again; positions, norms and the other biases are whole on both tp ranks
+TP_LAYER = ((3072 + 4096) * 1025 // 2 + (1024 + 4096) * 1024 // 2 + 2 * 1024 + 4 * 1024) // 2
+TP_ROOT = (1024 * 1024 // 2 + 1024 * 1024 + 2 * 1024) // 2
+SENT = 2 * 512 * 1024  # activations of 2 sequences of 512 tokens
+
+
+def call(*words):
+    """The exit code of ``meshwise WORDS``."""
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(words))
+    return ended.value.code
+
+
+def imported(tmp_path, capsys, *logs, model=known.MODEL, **options):
+    """Exit code, check and text of ``measure import`` of these ranks' logs."""
+    if "plan" not in options:
+        options["model"] = msgspec.json.encode(model).decode()
+    paths = [tmp_path / f"rank{rank}.log" for rank in range(len(logs))]
+    for path, log in zip(paths, logs, strict=True):
+        path.write_text(log)
+    words = ["measure", "import", *map(str, paths), "--runs", str(tmp_path / "runs")]
+    for name, value in options.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [f"--{name.replace('_', '-')}", text]
+    code = call(*words)
+    shown = capsys.readouterr()
+    if code:
+        return code, None, shown.err
+    assert call(*words, "--json") == 0
+    found = msgspec.convert(json.loads(capsys.readouterr().out)["check"], TraceCheck)
+    return code, found, " ".join(shown.out.split())
+
+
+def test_a_training_by_fsdp2_is_found_in_its_trace_with_its_number_of_steps(tmp_path, capsys):
+    """Broadcasts before the steps do not matter."""
+    log = line("Broadcast", 77) + step_of_zero3() * STEPS
+    code, found, shown = imported(tmp_path, capsys, *[log] * 4)
+    assert (code, found.agrees, found.steps) == (0, True, STEPS)
+    assert f"The trace of {STEPS} steps is as planned." in shown
+    gathered = next(one for one in found.lines if one.elements == LAYER and "gather" in one.kind)
+    assert (gathered.planned, gathered.size_bytes) == (8, LAYER * 4 * 2)
+    assert gathered.traced == (8 * STEPS,) * 4
+    # a step's all-gathers: 8 layers and the root, in bf16
+    assert f"all_gather 4 {(8 * LAYER + ROOT) * 8 / 1e6:.0f} MB" in shown
+
+
+def test_ranks_in_one_log_are_told_apart_by_host_process_and_device(tmp_path, capsys):
+    log = step_of_zero3() * STEPS
+    others = [
+        log.replace(*words) for words in (("host:", "node:"), (":77:", ":78:"), ("[0]", "[1]"))
+    ]
+    _, found, _ = imported(tmp_path, capsys, "".join([log, *others]))
+    assert (found.agrees, found.steps, len(found.lines[0].traced)) == (True, STEPS, 4)
+
+
+def test_a_trace_of_fewer_layers_says_of_what_there_are_how_many(tmp_path, capsys):
+    """Two layers more would be gathered twice and reduced once more; the rest agrees."""
+    deeper = msgspec.structs.replace(known.MODEL, layers=6)
+    code, found, shown = imported(tmp_path, capsys, step_of_zero3() * STEPS, model=deeper)
+    assert (code, found.agrees, found.steps) == (0, False, STEPS)
+    assert verdicts(found) == {
+        ("all_gather", LAYER): "too few",
+        ("reduce_scatter", LAYER): "too few",
+        ("all_gather", ROOT): "as planned",
+        ("reduce_scatter", ROOT): "as planned",
+        ("all_reduce", 1): "as planned",
+    }
+    said = "all_gather bf16 of 25.2 MB, 4 ranks: the trace has 8 a step, planned are 12."
+    assert said in shown
+
+
+def test_gradients_in_another_dtype_are_other_messages(tmp_path, capsys):
+    log = step_of_zero3().replace("datatype 7 op 4", "datatype 9 op 4") * STEPS
+    _, found, _ = imported(tmp_path, capsys, log)
+    said = {(one.kind, one.dtype, one.verdict) for one in found.lines if one.elements == LAYER}
+    assert said == {
+        ("all_gather", "bf16", "as planned"),
+        ("reduce_scatter", "fp32", "missing"),
+        ("reduce_scatter", "bf16", "not planned"),
+    }
+    _, found, _ = imported(tmp_path, capsys, log, reduce_dtype="bf16")
+    assert found.agrees
+
+
+def test_microbatches_look_like_steps_but_for_the_gradient_norm(tmp_path, capsys):
+    log = step_of_zero3(microbatches=3) * STEPS
+    _, found, _ = imported(tmp_path, capsys, log)
+    assert (found.steps, found.agrees) == (3 * STEPS, False)
+    assert verdicts(found)["all_reduce", 1] == "too few"
+    _, found, _ = imported(tmp_path, capsys, log, steps=STEPS)
+    assert verdicts(found)["all_gather", LAYER] == "too many"
+    layout = {"dp": 4, "zero": 3, "num_microbatches": 3}
+    _, found, _ = imported(tmp_path, capsys, log, layout=layout)
+    assert (found.steps, found.agrees) == (STEPS, True)
+
+
+def test_tensor_parallelism_as_megatron_sends_it(tmp_path, capsys):
+    """Activations are summed twice in each layer forward and twice backward, once more behind the
+    embedding and before the head; three numbers a token for the loss. ZeRO 1 sends the rest."""
+    step = line("AllReduce", SENT, ranks=2) * (4 * 4 + 2)
+    step += line("AllReduce", 2 * 512, 7, ranks=2) * 3
+    for kind, dtype in (("AllGather", 9), ("ReduceScatter", 7)):
+        step += line(kind, TP_LAYER, dtype, ranks=2) * 4 + line(kind, TP_ROOT, dtype, ranks=2)
+    log = (step + line("AllReduce", 1, 7)) * STEPS
+    layout = {"dp": 2, "tp": 2, "zero": 1, "microbatch_size": 2}
+    _, found, _ = imported(tmp_path, capsys, *[log] * 4, layout=layout, seq_len=512)
+    assert (found.steps, found.agrees) == (STEPS, True), found.lines
+    _, found, _ = imported(tmp_path, capsys, *[log] * 4, layout=layout, seq_len=1024)
+    assert verdicts(found)["all_reduce", SENT] == "not planned"
+    assert verdicts(found)["all_reduce", 2 * SENT] == "missing"
+
+
+def test_ranks_of_a_pipeline_count_by_their_mean(tmp_path, capsys):
+    """Two stages of two layers, each on two data ranks with ZeRO 1, two microbatches: activations
+    go forward from the first stage, gradients back from the second. Both hold the embedding, the
+    first the positions, the second the last norm."""
+    roots = 2 * 1024 * 1024 // 2, (1024 * 1024 + 2 * 1024) // 2
+    logs = []
+    for root in roots:
+        step = line("Send", SENT, ranks=4) * 2 + line("Recv", SENT, ranks=4) * 2
+        for kind, dtype in (("AllGather", 9), ("ReduceScatter", 7)):
+            step += line(kind, 2 * LAYER, dtype, ranks=2) * 2 + line(kind, root, dtype, ranks=2)
+        logs += [(step + line("AllReduce", 1, 7)) * STEPS] * 2
+    layout = Layout(
+        pp=2, schedule="1f1b", dp=2, zero=1, microbatch_size=2, num_microbatches=2
+    )  # fmt: skip
+    made = msgspec.structs.replace(
+        known.plan(layout), workload=Workload(global_batch_size=8, seq_len=512)
+    )
+    store.write(tmp_path / "plan.json", made)
+    logs = [line("Broadcast", 7, ranks=2) * 2 + log for log in logs]  # before the steps
+    _, found, _ = imported(tmp_path, capsys, *logs, plan=str(tmp_path / "plan.json"))
+    assert (found.steps, found.agrees) == (STEPS, True), found.lines
+    gathered = {one.elements: one for one in found.lines if one.kind == "all_gather"}
+    assert {elements: one.planned for elements, one in gathered.items()} == {
+        2 * LAYER: 2, roots[0]: 0.5, roots[1]: 0.5
+    }  # fmt: skip
+    assert gathered[2 * LAYER].units == "layers.0 to layers.3 (4 units)"
+    _, found, shown = imported(tmp_path, capsys, *logs[:2], plan=str(tmp_path / "plan.json"))
+    assert not found.agrees and "It needs 4 ranks' logs; there are 2." in shown
+
+
+def test_the_published_lines_are_of_a_layer_of_llama_3_70b(tmp_path, capsys):
+    """Cut off before the number of ranks, which the layout says."""
+    layout = {"dp": 8, "zero": 3}
+    given = {"layout": layout, "model": catalogue.find("llama-3-70b"), "reduce_dtype": "bf16"}
+    _, found, _ = imported(tmp_path, capsys, TRACE.read_text(), **given)
+    said = {one.kind: one for one in found.lines if one.elements == 106_956_800}
+    assert {kind: (one.planned, sum(one.traced)) for kind, one in said.items()} == {
+        "all_gather": (160, 1), "reduce_scatter": (80, 1),
+    }  # fmt: skip
+    assert "not planned" not in verdicts(found).values()
+
+
+def test_of_a_log_of_times_it_is_said_which_messages_it_has(tmp_path, capsys):
+    """A table of nccl-tests whose last size is made that of a layer, in fp32."""
+    log = GATHERS.read_text()
+    log = log.replace("4294967296     268435456", f"{LAYER * 4 * 4} {LAYER}")
+    _, found, shown = imported(tmp_path, capsys, log, param_dtype="fp32")
+    said = verdicts(found)
+    assert said.pop(("all_gather", LAYER)) == "as planned"
+    assert {kind: said[kind] for kind in said if said[kind] == "missing"}.keys() == {
+        ("all_gather", ROOT), ("reduce_scatter", LAYER), ("reduce_scatter", ROOT), ("all_reduce", 1)
+    }  # fmt: skip
+    assert sum(verdict == "not planned" for verdict in said.values()) == 11  # the other sizes
+    assert {one.planned for one in found.lines} == {0, 1} and "each counts 1" in shown
+    code, _, said = imported(tmp_path, capsys, log, step_of_zero3())
+    assert code == 2 and "traces of calls beside logs of times" in said
+
+
+@pytest.mark.parametrize(
+    ("log", "options", "message"),
+    [
+        (line("AllGather", 8), {"layout": {"tp": 3}}, "Layout.tp = 3: must divide"),
+        (line("AllGather", 8), {"steps": 0}, "--steps = 0: must be >= 1"),
+        (TRACE.read_text(), {}, "layout: the trace does not say how many ranks there were; give"),
+        ("some text", {}, "rank0.log: not a result that measure import can read"),
+        (line("Recv", 8), {}, "rank0.log: no call has a counterpart here"),
+        (line("AllGather", 8), {"plan": "none.json"}, "none.json does not exist; `meshwise plan`"),
+        (line("AllGather", 8), {"plan": "x.json", "seq_len": 8}, "--seq-len: the plan says it"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_and_nothing_is_stored(
+    tmp_path, capsys, log, options, message
+):
+    code, _, said = imported(tmp_path, capsys, log, **options)
+    assert code == 2 and message in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_number_of_steps_alone_is_refused(tmp_path, capsys):
+    (tmp_path / "a.log").write_text(line("AllGather", 8))
+    assert call("measure", "import", str(tmp_path / "a.log"), "--steps", "3") == 2
+    assert "--steps: of which training? give model or plan" in capsys.readouterr().err

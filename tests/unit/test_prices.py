@@ -268,6 +268,31 @@ def test_blocks_whose_messages_have_no_price_have_no_factor(costs):
     assert [factor.like.tp for factor in fit_factors([split, alone], Prices(bare))] == [1]
 
 
+def test_groups_of_ranks_some_apart_have_a_price_of_their_own_over_other_links():
+    """2 ranks 2 apart: on two hosts of 2 over the network, on one host of 4 over its own links."""
+    hosts = msgspec.structs.replace(
+        CLUSTER,
+        num_hosts=2,
+        num_devices_per_host=2,
+        tiers=(Tier(name="nvlink", num_devices=2), Tier(name="network", num_devices=4)),
+    )
+    samples = [
+        sample(collective("all_gather", 2**power, 2, group_stride=stride), stride * 2**power / 1e9)
+        for stride in (1, 2)
+        for power in range(14, 23)
+    ]
+
+    def times_s(cluster):
+        info = msgspec.structs.replace(INFO, cluster=cluster)
+        prices, op = Prices(calibrate([(info, samples)])), collective("all_gather", 2**18, 2)
+        apart = msgspec.structs.replace(op, group_stride=2)
+        return [prices.estimate(each).time_s for each in (op, apart)]
+
+    assert times_s(hosts) == pytest.approx([2**18 / 1e9, 2**19 / 1e9])
+    near_s, apart_s = times_s(CLUSTER)
+    assert near_s == apart_s
+
+
 def test_a_group_of_other_ranks_starts_as_late_and_runs_at_the_data_sheets_rate(costs):
     """A group of 4 was measured, of 8 not: small messages take what the smallest of 4 take."""
     cluster = msgspec.structs.replace(

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from meshwise.models import catalogue, graph, primus, program_of, stream_shape
+from meshwise.models import catalogue, primus, programs_of, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.options.measure import CollectivesOptions
 from meshwise.probe.cases.scope import Scope, models_of
@@ -25,7 +25,6 @@ from meshwise.spec import (
     Model,
     Plan,
     Sample,
-    layer_kinds,
 )
 from meshwise.spec.op import (
     IN_PLACE_ONLY,
@@ -63,6 +62,10 @@ class Group(NamedTuple):
     stride: int = 1
     ranks: tuple[int, ...] = ()
 
+    def of(self, op: Collective) -> Collective:
+        """Return the operation over this group."""
+        return msgspec.structs.replace(op, group_stride=self.stride, ranks=self.ranks)
+
 
 def cases(scope: Scope, asked: CollectivesOptions) -> list[Case]:
     """List every operation asked for, in each way asked for that its back end supports.
@@ -97,6 +100,8 @@ def _check(scope: Scope, asked: CollectivesOptions) -> None:
     _check_alone(**sized)
     _check_alone(groups=asked.groups > 1, ranks=bool(asked.ranks), plan=asked.plan is not None)
     _check_alone(groups=asked.groups > 1, pairs=asked.pairs)
+    _check_alone(stride=asked.stride > 1, ranks=bool(asked.ranks), plan=asked.plan is not None)
+    _check_alone(stride=asked.stride > 1, pairs=asked.pairs)
     own = [name for name, said in sized.items() if said]
     others = [kind for kind in asked.kinds if not (is_uneven and kind == "all_to_all_v")]
     if own and others and not of_models:
@@ -133,9 +138,9 @@ def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:
 
 def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
     """List the operations asked for, for every size."""
-    group = _group(scope.world_size, asked.groups, asked.ranks or ())
+    group = _group(scope.world_size, asked)
     if asked.splits:
-        return [uneven(tuple(map(tuple, asked.splits)), group.size, scope.dtype, group.ranks)]
+        return [group.of(uneven(tuple(map(tuple, asked.splits)), group.size, scope.dtype))]
     if asked.tables is not None:
         each = asked.tables.split() or [""]
         return [_looked_up(text, group, scope.dtype) for text in each]
@@ -163,14 +168,14 @@ def _looked_up(tables: str, group: Group, dtype: SentDtype) -> Collective:
     sent = embedding_splits(tables, "tables")
     if len(sent) != group.size:
         raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
-    return uneven(sent, group.size, dtype, group.ranks)
+    return group.of(uneven(sent, group.size, dtype))
 
 
 def _exchanged(
     scope: Scope, asked: CollectivesOptions
 ) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:
     """Yield the exchanges of each model's layers: the first fields of a ``Derived``, name, op."""
-    group = _group(scope.world_size, asked.groups, asked.ranks or ())
+    group = _group(scope.world_size, asked)
     for model, length, sent in _listed(asked):
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0
@@ -187,8 +192,8 @@ def _exchanged(
                 ) from None
             for one in exchanged:
                 op = one.collective
-                if op.group_size == group.size and group.ranks:  # pairs stay neighbours
-                    op = msgspec.structs.replace(op, ranks=group.ranks)
+                if op.group_size == group.size:  # pairs stay neighbours
+                    op = group.of(op)
                 if op.kind in sent:
                     yield about, one.name, op
 
@@ -229,7 +234,8 @@ def _called(scope: Scope, asked: CollectivesOptions, op: Collective) -> list[Cas
     ]
 
 
-def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
+def _group(world_size: int, asked: CollectivesOptions) -> Group:
+    groups, stride, ranks = asked.groups, asked.stride, asked.ranks
     if ranks:
         if min(ranks) < 0 or max(ranks) >= world_size or len(set(ranks)) != len(ranks):
             raise ValueError(
@@ -238,7 +244,12 @@ def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
         return Group(len(ranks), ranks=tuple(sorted(ranks)))
     if groups < 1 or world_size % groups:
         raise ValueError(f"groups = {groups}: must divide the {world_size} ranks")
-    return Group(world_size // groups)
+    if groups % stride:
+        fit = " or ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
+        raise ValueError(
+            f"stride = {stride}: must divide groups = {groups}; use {fit}, or other groups"
+        )
+    return Group(world_size // groups, stride)
 
 
 def _sized(kind: CollectiveKind, size: int, group: Group, dtype: SentDtype) -> Collective:
@@ -282,20 +293,12 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | int | None) -> list[
 
 def _of_plan(plan: Plan) -> list[Collective]:
     """List every collective of the plan's stages, and the messages between stages."""
-    layout, model, found = plan.layout, plan.model, []
-    stages = layout.stage_layers(model.layers)
-    for index, layers in enumerate(stages):
-        inside = layout.of_rank(index % layout.pp)
-        part = graph(
-            model, inside.microbatch_size, plan.workload.seq_len, plan.dtype,
-            layers=layer_kinds(model, plan.workload.seq_len, layers),
-            first=index == 0, last=index == len(stages) - 1,
-        )  # fmt: skip
-        tasks = program_of(part, inside, plan.dtype).tasks
-        found += [task.op for task in tasks if isinstance(task.op, Collective)]
+    layout, model, seq_len, found = plan.layout, plan.model, plan.workload.seq_len, []
+    for _, _, program in programs_of(model, layout, seq_len, plan.dtype):
+        found += [task.op for task in program.tasks if isinstance(task.op, Collective)]
     stride = layout.num_devices // layout.pp
-    for layers in stages[:-1]:
-        shape = stream_shape(model, layout.microbatch_size, plan.workload.seq_len, layers.stop)
+    for layers in layout.stage_layers(model.layers)[:-1]:
+        shape = stream_shape(model, layout.microbatch_size, seq_len, layers.stop)
         size = math.prod(shape) * DTYPE_BYTES[plan.dtype]
         found.append(_sized("send_recv", size, Group(2, stride), plan.dtype))
     moving = [op for op in dict.fromkeys(found) if op.group_size > 1 and op.size_bytes]

@@ -112,12 +112,7 @@ def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
     return tuple((batch // len(tables) * t * dim * size,) * len(tables) for t in tables)
 
 
-def uneven(
-    splits: tuple[tuple[int, ...], ...],
-    group_size: int,
-    dtype: SentDtype,
-    ranks: tuple[int, ...] = (),
-) -> Collective:
+def uneven(splits: tuple[tuple[int, ...], ...], group_size: int, dtype: SentDtype) -> Collective:
     """Return the all_to_all_v in which ranks send each other these bytes. Its size is the most that
     a rank sends or receives."""
     sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
@@ -126,6 +121,5 @@ def uneven(
         size_bytes=max([*sent, *received]),
         group_size=group_size,
         dtype=dtype,
-        ranks=ranks,
         splits=splits,
     )

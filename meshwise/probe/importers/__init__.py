@@ -13,9 +13,9 @@ from meshwise.probe.importers import (
     primus,
 )
 from meshwise.probe.importers.found import Found, line_at
-from meshwise.spec import Cluster
+from meshwise.spec import Cluster, Collective
 
-__all__ = ["Found", "read"]
+__all__ = ["Found", "calls", "read"]
 
 KNOWN = (
     "nccl-tests' text or JSON, PARAM comms' text or its CSV of batch, tables and dimension, "
@@ -38,6 +38,19 @@ def read(path: Path | str, cluster: Cluster | None = None) -> Found:
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError) as error:
         told = f"holds what its tool does not write ({error!r}); was it edited or cut off?"
     raise ValueError(f"{path.name}: {' '.join(told.split())[:2000]}")
+
+
+def calls(path: Path | str) -> tuple[list[list[nccl_trace.Traced]], bool]:
+    """List the calls of each rank in an NCCL trace. Of another tool's log list the messages, each
+    once, and say False: how often a training sends them is not known."""
+    text = files.read_bytes(path, at_most=MOST_BYTES).decode(errors="replace")
+    if found := nccl_trace.by_rank(text):
+        return found, True
+    ops = dict.fromkeys(sample.case.op for sample in read(path).samples)
+    timed = [nccl_trace.call_of(op) for op in ops if isinstance(op, Collective)]
+    if not timed:
+        raise ValueError(f"{Path(path).name}: has no messages to compare with those of a model")
+    return [list(dict.fromkeys(timed))], False
 
 
 def _text(data: bytes) -> str:

@@ -67,6 +67,24 @@ def calls(text: str) -> list[Traced]:
     return [_call(match) for match in CALL.finditer(text)]
 
 
+def by_rank(text: str) -> list[list[Traced]]:
+    """List the calls of each rank in a log, without the receiving halves of messages. A rank is a
+    process of a host, and a device."""
+    found: dict[tuple[str, int, int], list[Traced]] = {}
+    for match in CALL.finditer(text):
+        host, call = text[text.rfind("\n", 0, match.start()) + 1 : match.start()], _call(match)
+        if call.kind != "receive":
+            found.setdefault((host.rpartition(" ")[2], call.pid, call.device), []).append(call)
+    return list(found.values())
+
+
+def call_of(op: Collective) -> Traced:
+    """Return the call of an operation, in or out of place."""
+    parts = 1 if op.kind in WHOLE else op.group_size
+    count = op.size_bytes // parts // DTYPE_BYTES[op.dtype]
+    return Traced(0, 0, op.kind, count, op.dtype, False, "", op.group_size)
+
+
 def torn(text: str) -> list[str]:
     """List the lines with calls that cannot be read."""
     return [
