@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_334,
+    "cli": 1_345,
     "engine": 3_224,
-    "fit": 1_049,
+    "fit": 1_135,
     "launch": 682,
     "models": 4_733,
     "nn": 1_362,
     "options": 1_077,
     "pages": 6_116,
     "parallel": 3_184,
-    "prices": 1_319,
+    "prices": 1_339,
     "probe": 6_956,
     "reshard": 5_094,
     "search": 2_742,
-    "spec": 3_074,
+    "spec": 3_076,
     "suites": 1_003,
-    "verbs": 4_269,
+    "verbs": 4_296,
     "": 4_243,  # modules beside the rooms
 }
 
