@@ -42,6 +42,8 @@ def detect(
 def calibrate(
     *run: str,
     law: LawName | None = None,
+    transfer_from: tuple[str, ...] = (),
+    cluster: str | None = None,
     validate: bool = False,
     costs: str | None = None,
     runs: Runs = "runs",
@@ -59,6 +61,11 @@ def calibrate(
         of them; by default all.
     law
         Use this law for every curve instead of the one that predicts left-out points best.
+    transfer_from
+        Runs of another machine, for what RUN lacks: its prices are scaled by both data sheets.
+    cluster
+        With --transfer-from and no RUN: the machine of which nothing was measured; cluster.toml by
+        default.
     validate
         Predict each run by the measurements that its plan names, or others of its machine.
     costs
@@ -66,7 +73,8 @@ def calibrate(
     out
         The file to write; costs.json by default.
     """
-    odd = {"law": law, "out": out} if validate else {"costs": costs}
+    own = {"law": law, "out": out, "transfer_from": transfer_from or None, "cluster": cluster}
+    odd = own if validate else {"costs": costs}
     for name, value in odd.items():
         if value is not None:
             fix = "leave one of them out" if validate else "only --validate takes it"
@@ -77,7 +85,10 @@ def calibrate(
         found = meshwise.validate(run, costs=costs, runs=runs)
         emit(found, validation.tables(found), json)
         return DONE
-    made = meshwise.calibrate(run, law=law, runs=runs, out=out or "costs.json")
+    made = meshwise.calibrate(
+        run, law=law, transfer_from=transfer_from, cluster=cluster, runs=runs,
+        out=out or "costs.json",
+    )  # fmt: skip
     from meshwise.pages import tables
 
     emit(made, tables.costs(made), json)

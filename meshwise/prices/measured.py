@@ -74,6 +74,9 @@ COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 BLOCKS_APART = {
     "form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5,
 }  # fmt: skip
+# The error, a guess, of a price that another machine's measurements give: devices reach shares of
+# their data sheets that differ by up to a fifth (data/attainable.toml).
+TRANSFERRED = 0.25
 # The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
 # or of blocks for which the only known ratio stands in.
 UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
@@ -184,12 +187,13 @@ class Prices:
         key = self._key(op, run)
         price = self.known.get(key.category)
         if price is not None:
-            return self._at(price, op, key, own=True)
+            return _of_other_machine(self._at(price, op, key, own=True), price)
         near = self._stand_in(op, key.category)
         if near is None:
             return self._unmeasured(key, op)
         other, apart = key._replace(category=near[0]), near[1]
-        found = self._at(self.known[other.category], op, other, own=False)
+        price = self.known[other.category]
+        found = _of_other_machine(self._at(price, op, other, own=False), price)
         said = f"{key.name} was not measured: {other.name} stands in"
         if isinstance(op, Elementwise) and op.kind != "copy":
             said = AS_COPIES
@@ -381,6 +385,10 @@ class Prices:
         found, held_out = self.known.get(key.category), None
         if isinstance(found, Factor):
             held_out = found.held_out
+            if found.transferred_from:
+                self._note(f"prices that {_elsewhere(found)}")
+                held_out = msgspec.structs.replace(held_out, p90=held_out.p90 + TRANSFERRED)
+                self._sources.add("transferred")
         elif near := self._nearest(block, key.category):
             found, held_out = self.known[near[0]], self._spread(near[0])
             self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
@@ -416,6 +424,18 @@ class Prices:
 
 def _lacks(op: Op) -> str:
     return f"what lacks is the case {label(Case(op=op))}, or one near it"
+
+
+def _elsewhere(price: Fitted) -> str:
+    return f"were measured on {price.transferred_from}, and scaled by data sheets"
+
+
+def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
+    """Widen a price that another machine's measurements gave."""
+    if not price.transferred_from:
+        return found
+    note = _with(found.note, f"prices that {_elsewhere(price)}")
+    return Estimate(found.time_s, found.error + TRANSFERRED, "transferred", note)
 
 
 def in_bursts(op: Op, estimate: Estimate) -> bool:

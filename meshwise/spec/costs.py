@@ -39,6 +39,7 @@ class Price(Record, kw_only=True):
     ``like``: one of the operations that share the price; ``prices.key`` says how others may differ.
     ``noise``: of a typical sample, half the median's interval over the median; of single timings,
     which have none, the median error of points left out (100 % if none could be).
+    ``transferred_from``: the device that was measured instead (``fit.transfer``), if one was.
     """
 
     regime: Regime = "warm"
@@ -46,6 +47,7 @@ class Price(Record, kw_only=True):
     backend: str = ""
     noise: NonNegativeFloat = 0.0
     runs: tuple[str, ...]
+    transferred_from: str = ""
 
 
 LawName = Literal["lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "nccl", "sigmoid"]

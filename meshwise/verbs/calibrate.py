@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.prices import TOO_NOISY, name_of
-from meshwise.spec import Block, Collective, Costs, RunInfo, Sample
+from meshwise.spec import Block, Cluster, Collective, Costs, RunInfo, Sample
 from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
 from meshwise.spec.run import changes
@@ -19,39 +19,37 @@ def calibrate(
     run: Path | str | tuple[Path | str, ...] = (),
     *,
     law: LawName | None = None,
+    transfer_from: Path | str | tuple[Path | str, ...] = (),
+    cluster: Path | str | None = None,
     runs: Path | str = "runs",
     out: Path | str = "costs.json",
 ) -> Costs:
     """Fit prices to the samples of ``run`` (run directories), by default the newest run of
     ``measure profile`` that has samples. ``law``: use this law for every curve (``prices.laws``)
-    instead of the one that predicts best."""
+    instead of the one that predicts best.
+
+    ``transfer_from``: runs of another machine, for what ``run`` lacks, or for a whole ``cluster``
+    of which nothing was measured. They are scaled by data sheets (``fit.transfer``).
+    """
     from meshwise import fit
 
-    chosen = [Path(path) for path in files.several(run)]
-    if not chosen:
-        newest = store.newest(runs, "measure-profile")
-        begun = [path for path in store.runs_of(runs, "measure-profile") if store.load(path)[1]]
-        chosen = [begun[-1] if begun else newest]
-        files.announce(chosen[0], "the newest run")
-        if chosen[0] != newest:
-            log.warning("%s is newer but holds no samples", newest)
-    found = {info.run_id: (info, samples) for info, samples in map(files.load, chosen)}
-    if len(found) < len(chosen):
-        log.warning("a run that is named twice, or a copy of it, counts once")
-    loaded = list(found.values())
-    versions = [info.versions for info, _ in sorted(loaded, key=lambda of: of[0].started)]
-    for mixed in dict.fromkeys(changes(versions[0], later) for later in versions[1:]):
-        if mixed:
-            log.warning("these runs are of different versions: %s", mixed)
-    for sample in (sample for _, samples in loaded for sample in samples):
-        if sample.status == "error":
-            log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
-    costs = fit.calibrate(loaded, law)
-    others = [name_of(curve, costs.cluster) for curve in costs.curves if curve.law != law]
-    if law is not None and others:
-        if len(others) == len(costs.curves):
+    elsewhere = files.several(transfer_from)
+    if cluster is not None and (run or not elsewhere):
+        fix = "leave it out, RUN says the cluster" if run else "add --transfer-from RUN"
+        raise ValueError(f"cluster = {str(cluster)!r}: {fix}")
+    loaded = [] if elsewhere and not run else _loaded(_chosen(run, runs))
+    costs = fit.calibrate(loaded, law) if loaded else None
+    if elsewhere:
+        target = costs.cluster if costs else files.take(cluster or "cluster.toml", Cluster)
+        others = fit.transfer(_loaded([Path(path) for path in elsewhere]), target, law)
+        costs = fit.completed(costs, others) if costs else others
+    assert costs is not None
+    laws = [(name_of(curve, costs.cluster), curve.law) for curve in costs.curves]
+    others_law = [name for name, used in laws if used != law]
+    if law is not None and others_law:
+        if len(others_law) == len(laws):
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
-        log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others))
+        log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others_law))
     if lacking := _lacking(loaded):
         log.warning("%s", lacking)
     for doubt in fit.doubts(costs):
@@ -63,6 +61,35 @@ def calibrate(
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs
+
+
+def _chosen(run: Path | str | tuple[Path | str, ...], runs: Path | str) -> list[Path]:
+    """Return the runs that were named, or the newest profile with samples."""
+    if chosen := [Path(path) for path in files.several(run)]:
+        return chosen
+    newest = store.newest(runs, "measure-profile")
+    begun = [path for path in store.runs_of(runs, "measure-profile") if store.load(path)[1]]
+    chosen = [begun[-1] if begun else newest]
+    files.announce(chosen[0], "the newest run")
+    if chosen[0] != newest:
+        log.warning("%s is newer but holds no samples", newest)
+    return chosen
+
+
+def _loaded(paths: Sequence[Path]) -> list[tuple[RunInfo, list[Sample]]]:
+    """Read runs, each once. Warn of mixed versions and of samples that are errors."""
+    found = {info.run_id: (info, samples) for info, samples in map(files.load, paths)}
+    if len(found) < len(paths):
+        log.warning("a run that is named twice, or a copy of it, counts once")
+    loaded = list(found.values())
+    versions = [info.versions for info, _ in sorted(loaded, key=lambda of: of[0].started)]
+    for mixed in dict.fromkeys(changes(versions[0], later) for later in versions[1:]):
+        if mixed:
+            log.warning("these runs are of different versions: %s", mixed)
+    for sample in (sample for _, samples in loaded for sample in samples):
+        if sample.status == "error":
+            log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
+    return loaded
 
 
 def _lacking(loaded: Sequence[tuple[RunInfo, Sequence[Sample]]]) -> str:
