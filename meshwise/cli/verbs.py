@@ -78,9 +78,13 @@ def calibrate(
         emit(found, validation.tables(found), json)
         return DONE
     made = meshwise.calibrate(run, law=law, runs=runs, out=out or "costs.json")
+    import msgspec
+
+    from meshwise.fit import off_sheet
     from meshwise.pages import tables
 
-    emit(made, tables.costs(made), json)
+    document = {**msgspec.to_builtins(made), "datasheet": off_sheet(made)}
+    emit(document, tables.costs(made), json)
     return DONE
 
 

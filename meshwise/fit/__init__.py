@@ -2,5 +2,6 @@
 
 from meshwise.fit.calibrate import calibrate
 from meshwise.fit.doubts import doubts
+from meshwise.fit.sheet import off_sheet
 
-__all__ = ["calibrate", "doubts"]
+__all__ = ["calibrate", "doubts", "off_sheet"]
