@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_703,
     "nn": 1_362,
     "options": 1_013,
-    "pages": 6_068,
+    "pages": 6_071,
     "parallel": 3_184,
     "prices": 1_315,
     "probe": 6_730,
