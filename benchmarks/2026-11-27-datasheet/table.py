@@ -103,16 +103,18 @@ def listed(title, heads, rows):
 def main() -> None:
     logging.disable(logging.WARNING)
     table.WIDTH = 200
-    each, kinds, others = defaultdict(list), defaultdict(list), defaultdict(list)
+    each, kinds, devices, others = (defaultdict(list) for _ in range(4))
     with TemporaryDirectory() as scratch:
         for tool, costs in stored(scratch):
             for sent, (device, ranks, kind, way), *of in errors(tool, costs):
                 if sent:
                     each[device, ranks, kind, way].append(of)
                     kinds[kind, way].append(of)
+                    devices[device, ranks, way].append(of)
                 else:
                     others[device, kind].append(of)
     listed("Collectives", ("collective", "timed by"), kinds)
+    listed("Devices, all collectives", ("device", "ranks", "timed by"), devices)
     listed("Collectives of each device", ("device", "ranks", "collective", "timed by"), each)
     listed("Other work", ("device", "operation"), others)
 
