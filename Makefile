@@ -5,7 +5,7 @@ BUDGET ?= 90s
 STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 
-.PHONY: help venv test test-all test-slow fuzz faults check demo clean always
+.PHONY: help venv test test-all test-slow fuzz faults check pictures demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -45,6 +45,9 @@ check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling
 	$(VENV) tools/size_gate.py
 	$(VENV) tools/docstrings.py
 	$(VENV) -m codespell_lib
+
+pictures: .venv/stamp ## draw the pictures of docs/calibrate.md anew
+	@PYTHONPATH=. $(VENV) tools/pictures.py
 
 demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: ./demo/report.html
 	@mkdir -p demo && cd demo && begin=$$(date +%s) && \

@@ -89,9 +89,13 @@ def calibrate(
         run, law=law, transfer_from=transfer_from, cluster=cluster, runs=runs,
         out=out or "costs.json",
     )  # fmt: skip
+    import msgspec
+
+    from meshwise.fit import off_sheet
     from meshwise.pages import tables
 
-    emit(made, tables.costs(made), json)
+    document = {**msgspec.to_builtins(made), "datasheet": off_sheet(made)}
+    emit(document, tables.costs(made), json)
     return DONE
 
 

@@ -2,6 +2,7 @@
 
 from meshwise.fit.calibrate import calibrate
 from meshwise.fit.doubts import doubts
+from meshwise.fit.sheet import off_sheet
 from meshwise.fit.transfer import completed, transfer
 
-__all__ = ["calibrate", "completed", "doubts", "transfer"]
+__all__ = ["calibrate", "completed", "doubts", "off_sheet", "transfer"]

@@ -9,10 +9,10 @@ units       100 times as long as the data sheet says, or as short; without a dat
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from meshwise.prices import Datasheet, name_of, shape_op, times_of
-from meshwise.prices.datasheet import of_bytes
+from meshwise.fit.sheet import over_measured, points
+from meshwise.prices import Datasheet, name_of, times_of
 from meshwise.prices.laws import KnotTimes
-from meshwise.spec import Costs, Curve, Op, Surface
+from meshwise.spec import Costs, Curve, Surface
 from meshwise.spec.label import label
 from meshwise.spec.run import Case
 from meshwise.units import format_seconds
@@ -35,7 +35,10 @@ def doubts(costs: Costs) -> list[str]:
         found.append(f"too few sizes to test, so the interval is 100 %: {', '.join(few)}")
     laws = [(of, times_of(of)) for of in costs.curves]
     for name, price in named:
-        if ratios := dict(_over_sheet(price, Datasheet(costs.cluster))):
+        if told := over_measured(price, Datasheet(costs.cluster)):
+            ratios = {
+                label(Case(op=op)): 1 / ratio for op, ratio in zip(points(price), told, strict=True)
+            }
             found += _off(name, ratios, OFF_SHEET, "its data sheet says")
         elif isinstance(price, Curve):
             ratios = dict(
@@ -57,26 +60,11 @@ def _off(name: str, ratios: dict[str, float], limit: float, than: str) -> Iterat
             yield f"{name}: {at}: {ratio:.4g} times what {than}; are the units right?"
 
 
-def _over_sheet(price: Curve | Surface, sheet: Datasheet) -> Iterator[tuple[str, float]]:
-    """Yield each measured point with its time over the data sheet's, where that has a price."""
-    for op, time_s in zip(_ops(price), price.time_s, strict=True):
-        try:
-            yield label(Case(op=op)), time_s / sheet.time_s(op)[0]
-        except ValueError:
-            return
-
-
-def _ops(price: Curve | Surface) -> list[Op]:
-    if isinstance(price, Surface):
-        return [shape_op(price, shape) for shape in price.shapes]
-    return [of_bytes(price.like, int(x)) for x in price.x_bytes]
-
-
 def _over_others(
     price: Curve, others: Sequence[tuple[Curve, KnotTimes]]
 ) -> Iterator[tuple[str, float]]:
     """Yield each knot with its time over the median of what other curves of its kind say there."""
     alike = [times for other, times in others if type(other.like) is type(price.like)]
-    for op, x, time_s in zip(_ops(price), price.x_bytes, price.time_s, strict=True):
+    for op, x, time_s in zip(points(price), price.x_bytes, price.time_s, strict=True):
         if alike:
             yield label(Case(op=op)), time_s / median(float(times(x)) for times in alike)

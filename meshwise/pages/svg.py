@@ -65,9 +65,12 @@ class Figure(NamedTuple):
     wide: bool = False
 
 
-def draw(caption: str, *paints: Paint, width: float = 4.4, height: float = 3.2) -> Figure:
-    """Paint sets of axes, side by side, of ``width`` x ``height`` inches together."""
-    svg = _saved("svg", caption, paints, len(paints), (width, height)).decode()
+def draw(
+    caption: str, *paints: Paint, columns: int = 0, width: float = 4.4, height: float = 3.2
+) -> Figure:
+    """Paint sets of axes in rows of ``columns``, by default side by side, of ``width`` x ``height``
+    inches together."""
+    svg = _saved("svg", caption, paints, columns or len(paints), (width, height)).decode()
     return Figure(_inline(svg, caption), caption, wide=width > 6)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshwise.fit import off_sheet
 from meshwise.models import num_parameters
 from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
 from meshwise.prices import TOO_NOISY, name_of
@@ -164,8 +165,22 @@ def costs(prices: Costs) -> list[Table]:
         left=3,
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
-    found = [table for table in (curves, surfaces) if table.rows]
+    found = filled(curves, surfaces, _by_data_sheet(prices))
     return [*found, factors if prices.factors else none, *filled(slowdowns)]
+
+
+def _by_data_sheet(prices: Costs) -> Table:
+    """Show how far the data sheet alone is off; no row if it has none of these prices."""
+    off = off_sheet(prices)
+    return listed(
+        "The data sheet alone at the measured points: predicted/measured - 1",
+        off if any(one.median is not None for one in off) else (),
+        ("price", "price"),
+        ("points", "num_points"),
+        ("median", "median", lambda error: percent(error, sign=True)),
+        ("worst", "worst", lambda error: percent(error, sign=True)),
+        legend=("What a plan would rest on without these measurements.",),
+    )
 
 
 def _errors(held_out: Callable[[Any], HeldOut]) -> tuple[Column, ...]:

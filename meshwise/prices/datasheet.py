@@ -3,7 +3,7 @@
     product, attention,
     convolution           launch + max(FLOPs / (share * peak), bytes / (share * memory rate))
     elementwise           launch + bytes / (share * memory rate)
-    collective            min over protocols of  base + steps * hop + bytes / (share * rate)
+    collective            launch + min over protocols of base + steps * hop + bytes / (share * rate)
 
 Peaks and rates are the cluster's. Shares, launches and hops come from ``data/attainable.toml``,
 which names a source for each. Attention over n tokens reaches n / (n + half_len) of its share, and
@@ -242,7 +242,8 @@ class Datasheet:
         """Price by the fastest protocol. ``inside``: ranks per host. ``wire_bytes``: of a rank."""
         lines = self._lines(op, inside, hosts)
         error = self.known.links.error if hosts == 1 else self.known.network.error
-        return min(wait_s + wire_bytes / (rate * share) for wait_s, share in lines), error
+        time_s = min(wait_s + wire_bytes / (rate * share) for wait_s, share in lines)
+        return self.known.launch.time_s + time_s, error
 
     def _lines(self, op: Collective, inside: int, hosts: int) -> list[tuple[float, float]]:
         """Return seconds before the first byte, and the share of the rate, of each protocol."""

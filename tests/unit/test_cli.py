@@ -104,6 +104,16 @@ def test_every_list_takes_commas(commas, repeated, capsys):
     assert found[0] == found[1]
 
 
+def test_costs_as_json_say_how_far_the_data_sheet_is_off(capsys):
+    run = known.write_run(Path("runs"), known.info(), known.SAMPLES)
+    assert call("calibrate", str(run), "--json") == 0
+    found, kept = json.loads(capsys.readouterr().out), json.loads(Path("costs.json").read_text())
+    off = found.pop("datasheet")
+    assert found == kept
+    assert len(off) == len(kept["curves"]) + len(kept["surfaces"]) > 1
+    assert {"price", "num_points", "median", "worst"} == set(off[0])
+
+
 def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
     Path("a,b.log").write_text("nothing\n")
     assert call("measure", "import", "a,b.log") == 2

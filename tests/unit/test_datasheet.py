@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise import machine, search, store
+from meshwise.fit import off_sheet
+from meshwise.fit.curves import UNKNOWN
+from meshwise.pages import tables
 from meshwise.prices import Datasheet, Prices, on_hosts, unmeasured
 from meshwise.prices.datasheet import attainable
 from meshwise.probe import importers
@@ -20,6 +23,7 @@ from meshwise.spec import (
     Cluster,
     Collective,
     Convolution,
+    Curve,
     Elementwise,
     Gemm,
     Layout,
@@ -28,6 +32,7 @@ from meshwise.spec import (
     Tier,
     Workload,
 )
+from meshwise.spec.costs import Law
 
 DATA = Path(__file__).parents[1] / "data"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -78,18 +83,79 @@ def test_attention_reaches_more_of_its_peak_the_longer_it_is(direction):
 
 def test_an_all_reduce_between_hosts_is_its_closed_form():
     """2 hosts of 8 A100: a ring of 16, 2 (14 + 1) steps, at 8 x 0.8 x 25 GB/s or 0.72 x 300."""
-    there = shipped("dgx-a100-80gb", 2)
+    there, launch_s = shipped("dgx-a100-80gb", 2), 5.1e-6
     op = Collective(kind="all_reduce", size_bytes=2**30, group_size=16)
     simple_s = 8.4e-6 + 2 * (14 * 3.4e-6 + 14e-6) + 2**30 * 30 / 16 / min(160e9, 216e9)
-    assert time_s(there, op) == pytest.approx(simple_s)
+    assert time_s(there, op) == pytest.approx(launch_s + simple_s)
     # one rank a host has the NIC of one
     apart = msgspec.structs.replace(op, group_size=2, group_stride=8)
-    assert time_s(there, apart) == pytest.approx(8.4e-6 + 2 * 14e-6 + 2**30 / 20e9)
+    assert time_s(there, apart) == pytest.approx(launch_s + 8.4e-6 + 2 * 14e-6 + 2**30 / 20e9)
     # a small one goes by LL, in a tree: 6.8 + 2 (7 * 0.6 + log2(2) * 5) us, a ring takes 28.8
     small = msgspec.structs.replace(op, size_bytes=2)
-    assert time_s(there, small) == pytest.approx(6.8e-6 + 2 * (7 * 0.6e-6 + 5e-6), rel=1e-4)
+    tree_s = 6.8e-6 + 2 * (7 * 0.6e-6 + 5e-6)
+    assert time_s(there, small) == pytest.approx(launch_s + tree_s, rel=1e-4)
     swap = Collective(kind="all_to_all", size_bytes=2**30, group_size=16)
-    assert time_s(there, swap) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6 + 2**29 / 20e9)
+    ring_s = 8.4e-6 + 14 * 3.4e-6 + 14e-6 + 2**29 / 20e9
+    assert time_s(there, swap) == pytest.approx(launch_s + ring_s)
+
+
+def test_a_small_collective_in_a_graph_takes_what_the_data_sheet_says():
+    """Of 4 H200, one call a graph, without symmetric memory, below 64 KiB: read off the samples."""
+    folder = BENCHMARKS / "2026-11-27-four/collectives/runs"
+    off = []
+    for path in sorted(folder.glob("*")):
+        info, samples, _ = store.load(path)
+        for one in samples:
+            op = one.case.op
+            if one.case.regime == "graph" and not one.case.backend and op.size_bytes < 2**16:
+                off.append(time_s(info.cluster, op) / median(one.times_s))
+    assert len(off) > 10
+    assert 0.9 < median(off) < 1.1
+
+
+def sheet_errors(costs):
+    return [(one.num_points, one.median, one.worst) for one in off_sheet(costs)]
+
+
+def test_how_far_the_data_sheet_is_off():
+    """Times by hand from H200's peaks, made as long and as short as the errors say."""
+    h200 = shipped("h200-hgx")
+    copies = [5.1e-6 + x / (0.88 * 4.8e12) for x in (2e6, 2e9)]
+    gathers = [5.1e-6 + 8.4e-6 + 3 * 3.4e-6 + 0.75 * x / (0.72 * 450e9) for x in (2**30, 2**33)]
+    product_s = 5.1e-6 + 2 * 8192**3 / (0.78 * 989.4e12)
+    copy = Elementwise(kind="copy", read_bytes=1, write_bytes=1)
+    gather = Collective(kind="all_gather", size_bytes=8, group_size=4)
+    untold = msgspec.structs.replace(copy, kind="h2d")
+    about = {"runs": ("made",)}
+    law = {"law": "cubic", "laws": {"cubic": Law(held_out=UNKNOWN)}, "beyond": UNKNOWN}
+    law |= {"end_s_per_byte": 0.0, "end_range_s_per_byte": (0.0, 0.0), **about}
+    curves = (
+        Curve(like=copy, x_bytes=(2e6, 2e9), time_s=(2 * copies[0], copies[1]), **law),
+        Curve(like=gather, x_bytes=(2**30, 2**33), time_s=(gathers[0], gathers[1] / 1.5), **law),
+        Curve(like=untold, x_bytes=(1e6,), time_s=(1e-3,), **law),
+    )
+    surface = Surface(
+        like=Gemm(m=1, n=1, k=1), dims=("m", "n", "k"), shapes=((8192,) * 3,),
+        time_s=(product_s / 0.9,), floor_s=0.0, flops_per_s=1e15, bytes_per_s=1e12,
+        held_out=UNKNOWN, **about,
+    )  # fmt: skip
+    costs = msgspec.structs.replace(unmeasured(h200), curves=curves, surfaces=(surface,))
+    copied, gathered, moved, product = sheet_errors(costs)
+    assert copied == (2, pytest.approx(-0.25), pytest.approx(-0.5))
+    assert gathered == (2, pytest.approx(0.25), pytest.approx(0.5))
+    assert moved == (1, None, None)
+    assert product == (1, pytest.approx(-0.1), pytest.approx(-0.1))
+    *_, shown = tables.costs(costs)[:-1]
+    cells = [row[1:] for row in shown.rows]
+    assert cells == [
+        ("2", "-25.0 %", "-50.0 %"), ("2", "+25.0 %", "+50.0 %"), ("1", "–", "–"),
+        ("1", "-10.0 %", "-10.0 %"),
+    ]  # fmt: skip
+    cpus = msgspec.structs.replace(h200.device, kind="cpu", peak_memory_bytes_per_s=None)
+    cpus = msgspec.structs.replace(costs, cluster=msgspec.structs.replace(h200, device=cpus))
+    bare = msgspec.structs.replace(cpus, surfaces=())
+    assert [one[1:] for one in sheet_errors(bare)] == [(None, None)] * 3
+    assert not any("data sheet" in table.title for table in tables.costs(bare))
 
 
 @given(

@@ -306,7 +306,7 @@ def test_prices_that_were_not_measured_are_not_numbers():
         known.COSTS.curves[0], law="lines", end_s_per_byte=0.0, end_range_s_per_byte=(0.0, 0.0)
     )
     bare = msgspec.structs.replace(known.COSTS, factors=(), curves=(curve,))
-    curves, _, blocks = tables.costs(bare)
+    curves, _, _, blocks = tables.costs(bare)
     assert curves.rows[0][5] == "–"
     assert rendered([blocks]) == ("No block was measured; plans add operations up as they are.\n\n")
     assert "No block was measured" in html.page(Contents(None, bare, (), ()))

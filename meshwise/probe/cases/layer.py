@@ -17,7 +17,7 @@ from meshwise.spec import Case, Layout
 
 def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
     """List the blocks, none twice: kind by kind, forward and backward next to each other."""
-    profile, found = profile_of(scope, asked), dict[Case, None]()
+    profile, found = profile_of(scope, asked.lowering, asked.seq_len), dict[Case, None]()
     obstacles, ranks = list[str](), scope.world_size
     for model in models_of(asked) or (default_model(scope.cluster),):
         seq_len, sizes = (

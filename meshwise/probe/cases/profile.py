@@ -23,13 +23,13 @@ gradients are reduced over data ranks.
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
-from meshwise.options.measure import LayerOptions, ProfileOptions
+from meshwise.options.measure import ProfileOptions
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
@@ -50,7 +50,7 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
-from meshwise.spec.op import REDUCING, CollectiveKind, Dtype
+from meshwise.spec.op import REDUCING, CollectiveKind, Dtype, Lowering
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
@@ -121,7 +121,7 @@ class Profile(NamedTuple):
     cluster: Cluster
     world_size: int
     dtype: Dtype
-    lowering: Literal["eager", "compiled"]
+    lowering: Lowering
     scale: ProfileSizes
     seq_len: int | None = None
 
@@ -165,7 +165,7 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
             f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
             f"devices; use 1 to {cluster.num_devices}"
         )
-    profile = profile_of(scope, asked)
+    profile = profile_of(scope, asked.lowering, asked.seq_len)
     planned = models_of(asked) or (default_model(cluster),)
     messages = sent(scope, [profile.work(model) for model in planned])
     found: dict[tuple[object, ...], tuple[Case, str]] = {}
@@ -178,15 +178,15 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
     return list(found.values())
 
 
-def profile_of(scope: Scope, asked: ProfileOptions | LayerOptions) -> Profile:
+def profile_of(scope: Scope, lowering: Lowering | None, seq_len: int | None) -> Profile:
     device = scope.cluster.device
     return Profile(
         scope.cluster,
         scope.world_size,
         scope.dtype,
-        asked.lowering or device.lowering,
+        lowering or device.lowering,
         SCALES[device.kind],
-        asked.seq_len,
+        seq_len,
     )
 
 
