@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_077,
     "pages": 6_134,
     "parallel": 3_184,
-    "prices": 1_340,
+    "prices": 1_346,
     "probe": 6_956,
     "reshard": 5_094,
     "search": 2_742,
