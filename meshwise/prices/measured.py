@@ -74,6 +74,7 @@ COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 BLOCKS_APART = {
     "form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5,
 }  # fmt: skip
+DEGREES = {"tp", "sequence_parallel", "cp", "ep"}
 # The error, a guess, of a price that another machine's measurements give: devices reach shares of
 # their data sheets that differ by up to a fifth (data/attainable.toml).
 TRANSFERRED = 0.25
@@ -415,8 +416,13 @@ class Prices:
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 
     def saved_ratio(self, block: Block) -> float:
-        """Return measured over counted bytes that a block saves for backward; 1 if not measured."""
-        found = self.known.get(self._key(block).category)
+        """Return measured over counted bytes that a block saves for backward, or that it saves
+        where other ranks share it; 1 if neither was measured."""
+        category = self._key(block).category
+        found = self.known.get(category)
+        if found is None and (near := self._nearest(block, category)):
+            differ = {name for name, _ in {*category} ^ {*near[0]}}
+            found = self.known[near[0]] if differ <= DEGREES else None
         if not isinstance(found, Factor) or not found.saved_ratio:
             return 1.0
         return _at_size(found, found.saved_ratio, block)

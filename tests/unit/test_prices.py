@@ -227,6 +227,14 @@ def test_an_unmeasured_block_is_said(costs):
     assert error is None
 
 
+def test_a_layer_saves_the_share_that_it_saves_where_other_ranks_share_it(costs):
+    prices = Prices(costs)  # 0.8 of what is counted was saved
+    here = Block(part="layer", model=MODEL, microbatch_size=4, seq_len=1024, direction="backward")
+    shared = msgspec.structs.replace(here, tp=2, sequence_parallel=True, cp=2)
+    other = msgspec.structs.replace(here, model=msgspec.structs.replace(MODEL, hidden=64))
+    assert [prices.saved_ratio(block) for block in (here, shared, other)] == [0.8, 0.8, 1.0]
+
+
 def timed_blocks(costs, host_s, ratio, sizes, **how):
     """Blocks that take the host ``host_s`` and the device ``ratio`` of their operations' prices."""
     prices = Prices(costs)
