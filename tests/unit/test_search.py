@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
+from meshwise.models import catalogue
 from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
 from meshwise.options.measure import ProfileOptions
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices
-from meshwise.prices.datasheet import Beside, Host, attainable
+from meshwise.prices.datasheet import Beside, Host, attainable, unmeasured
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
@@ -28,6 +29,7 @@ from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import UNTIMED, StageCost
 from meshwise.spec import (
     Attention,
+    Cluster,
     Collective,
     Decoder,
     Elementwise,
@@ -42,6 +44,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT, rank_of
 from meshwise.units import format_bytes
+from meshwise.verbs import files
 from tests.on_paper import peak_bytes
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
@@ -306,6 +309,21 @@ def test_bounds_are_bounds(costs, model):
         assert min(ratios) >= 1
         nearest[devices, known is ALONE] = min(ratios)
     assert max(nearest[4, True], nearest[8, True]) < 1.1
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_bound_of_a_pipeline_is_near(zero, stages):
+    """The last rank's work begins last, and copies and messages are added to it."""
+    prices = Prices(unmeasured(files.take("h100-hgx", Cluster)), datasheet=True)
+    name = "1f1b" if stages == 1 else "interleaved_1f1b"
+    layout = Layout(
+        dp=2, pp=4, zero=zero, schedule=name, stages_per_rank=stages, num_microbatches=64
+    )
+    model, workload = catalogue.find("llama-3-8b"), Workload(global_batch_size=128, seq_len=8192)
+    least_s = bound.traffic_s(model, workload.seq_len, layout, prices)
+    step_s = search.predict(model, workload, layout, prices).step_time_s
+    assert least_s <= step_s < 1.05 * least_s
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
