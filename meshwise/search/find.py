@@ -9,6 +9,7 @@ layouts that it keeps, it also prices the other orders.
 
 import gc
 import logging
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from time import monotonic
 import msgspec
 
 from meshwise.prices import Prices
-from meshwise.search import balance, bound, room
+from meshwise.search import balance, bound, inter_op_stages, room
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import SUMS, Peak
 from meshwise.search.space import check, legal_layouts, unchecked
@@ -99,6 +100,7 @@ def find(
     ]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
+    ranked = _with_uneven(model, workload, prices, ranked, num_devices)
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and nearest is None:
         raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
@@ -239,6 +241,25 @@ def _best_first(
             least_s = bound.mathematics_s(*about, rest[0], prices)
             heappush(waiting, (least_s, number, rung + 1, False))
     return ranked, passed_over
+
+
+def _with_uneven(
+    model: AnyModel,
+    workload: Workload,
+    prices: Prices,
+    uniform: list[Candidate],
+    num_devices: int,
+) -> list[Candidate]:
+    """Add the uneven pipelines that fit and may be faster than the fastest uniform layout."""
+    cutoff_s = uniform[0].prediction.step_time_s if uniform else math.inf
+    ranked, known = list(uniform), {candidate.layout for candidate in uniform}
+    for layout in inter_op_stages.layouts(model, workload, prices, num_devices, cutoff_s):
+        _, peak = memory_of(model, workload, layout, prices)
+        if layout not in known and peak.total_bytes <= prices.costs.cluster.usable_bytes:
+            prediction = predict(model, workload, layout, prices)
+            candidate = Candidate(layout=layout, prediction=prediction)
+            insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
+    return ranked
 
 
 def _in_best_order(
