@@ -41,6 +41,7 @@ from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
 log = logging.getLogger("meshwise")
+_ROUNDS = 4  # of choosing uneven pipelines
 
 
 class _Progress:
@@ -250,15 +251,26 @@ def _with_uneven(
     uniform: list[Candidate],
     num_devices: int,
 ) -> list[Candidate]:
-    """Add the uneven pipelines that fit and may be faster than the fastest uniform layout."""
-    cutoff_s = uniform[0].prediction.step_time_s if uniform else math.inf
-    ranked, known = list(uniform), {candidate.layout for candidate in uniform}
-    for layout in inter_op_stages.layouts(model, workload, prices, num_devices, cutoff_s):
-        _, peak = memory_of(model, workload, layout, prices)
-        if layout not in known and peak.total_bytes <= prices.costs.cluster.usable_bytes:
-            prediction = predict(model, workload, layout, prices)
-            candidate = Candidate(layout=layout, prediction=prediction)
-            insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
+    """Add the uneven pipelines that fit and may be faster than the fastest uniform layout. The
+    bytes that they were chosen by are a little too few: if one does not fit, choose again for a
+    memory that is smaller by what it lacks."""
+    limit, lacks = prices.costs.cluster.usable_bytes, 0.0
+    ranked, known = list(uniform), dict.fromkeys([each.layout for each in uniform], 0.0)
+    frames = inter_op_stages.frames(model, workload, prices, num_devices)
+    for _ in range(_ROUNDS):
+        cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
+        chosen = inter_op_stages.layouts(frames, limit - lacks, cutoff_s)
+        for layout in [each for each in chosen if each not in known]:
+            _, peak = memory_of(model, workload, layout, prices)
+            known[layout] = max(0.0, peak.total_bytes - limit)
+            if peak.total_bytes <= limit:
+                prediction = predict(model, workload, layout, prices)
+                candidate = Candidate(layout=layout, prediction=prediction)
+                insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
+        lack = next((known[layout] for layout in chosen if known[layout]), 0.0)
+        if not lack:
+            break
+        lacks += lack
     return ranked
 
 

@@ -4,7 +4,7 @@ A frame is what all stages share: the rows of a microbatch over the whole stage,
 microbatches there are. A way to run a stage is a mesh (dp, tp) whose dp divides the rows, with one
 of the ways to share its state, its experts and its activations. Seconds and bytes of a stage are
 those of its layers added up, and of its ends (``Terms``). Seconds are the terms of ``bound``, bytes
-those of ``room``'s upper bound, so that no stage is simulated; ``find`` prices what is best.
+those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices what is best.
 """
 
 from collections import Counter
@@ -32,12 +32,12 @@ from meshwise.search.bound import (
 )
 from meshwise.search.charges import beside_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
-from meshwise.search.predict import moved
+from meshwise.search.predict import images_bytes, in_transit, most_sent, moved
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
 
 MOST = 50  # layouts returned
-_MARGIN = 1.02  # layouts whose estimate is further off the best are not priced
+_MARGIN = 1.01  # layouts whose estimate is further off the best are not priced
 _TURNS = (2, 4)  # stages of a rank, if several
 _WORDS: tuple[Recompute, ...] = ("selective", "full")
 T = TypeVar("T")
@@ -58,44 +58,48 @@ class Terms(NamedTuple):
     spared: float = 0.0
 
 
-def layouts(
-    model: AnyModel, workload: Workload, prices: Prices, num_devices: int, cutoff_s: float
-) -> list[Layout]:
-    """Return pipelines that may take less than ``cutoff_s`` seconds, the best first. Their stages
-    may differ in layers, meshes and ways."""
-    frames = list[tuple[float, int, _Frame]]()
-    for rows in space.divisors(workload.global_batch_size):
-        frame = _frame(model, workload, prices, num_devices, rows)
-        if frame is not None:
-            floor_s = frame.problems[0].time_s(*frame.floor.whole)
-            frames.append((floor_s, rows, frame))
-    found = list[tuple[float, Layout]]()
-    for _, rows, frame in sorted(frames, key=lambda each: each[0]):
-        for turns, problems in groupby(frame.problems, key=lambda problem: problem.turns):
-            for problem in problems:
-                floor = frame.floor if turns == 1 else least(frame.table, problem)
-                if problem.time_s(*floor.whole) >= cutoff_s:
-                    break  # deeper pipelines have more in flight
-                for division in divide(frame.table, problem, cutoff_s, floor):
-                    layout = _layout(division, frame.ways, problem, rows)
-                    found.append((division.time_s, layout))
-                    cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
-    return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
+class Frame(NamedTuple):
+    """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
+    depth, whose ``floor`` it is, then interleaved, depth by depth."""
 
-
-class _Frame(NamedTuple):
-    """The stages with so many rows in a microbatch, and what is asked of them: 1F1B of any depth,
-    whose ``floor`` it is, then interleaved depth by depth."""
-
+    rows: int
     ways: list[Layout]
     table: StageTable
     problems: list[Problem]
     floor: Least
 
 
+def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
+    """Return all frames that have pipelines, the most promising first."""
+    rows = space.divisors(workload.global_batch_size)
+    found = [_frame(model, workload, prices, num_devices, each) for each in rows]
+    return sorted(
+        [frame for frame in found if frame is not None],
+        key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
+    )
+
+
+def layouts(of: Sequence[Frame], limit_bytes: float, cutoff_s: float) -> list[Layout]:
+    """Return pipelines that need up to ``limit_bytes`` and may take less than ``cutoff_s`` seconds,
+    the best first. Their stages may differ in layers, meshes and ways."""
+    found = list[tuple[float, Layout]]()
+    for frame in of:
+        for turns, problems in groupby(frame.problems, key=lambda problem: problem.turns):
+            for problem in problems:
+                problem = problem._replace(limit_bytes=limit_bytes)
+                floor = frame.floor if turns == 1 else least(frame.table, problem)
+                if problem.time_s(*floor.whole) >= cutoff_s:
+                    break  # deeper pipelines have more in flight
+                for division in divide(frame.table, problem, cutoff_s, floor):
+                    layout = _layout(division, frame.ways, problem, frame.rows)
+                    found.append((division.time_s, layout))
+                    cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
+    return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
+
+
 def _frame(
     model: AnyModel, workload: Workload, prices: Prices, num_devices: int, rows: int
-) -> _Frame | None:
+) -> Frame | None:
     """Return a frame, or None if it has no pipelines."""
     ways = _ways(model, workload, prices.costs.cluster, num_devices, rows)
     problems = [*_problems(model, workload, prices.costs, num_devices, rows)]
@@ -103,14 +107,14 @@ def _frame(
     if stages is None:
         return None
     ways, table = stages
-    return _Frame(ways, table, problems, least(table, problems[0]))
+    return Frame(rows, ways, table, problems, least(table, problems[0]))
 
 
 def _problems(
     model: AnyModel, workload: Workload, costs: Costs, num_devices: int, rows: int
 ) -> Iterator[Problem]:
     most, count = min(num_devices, model.layers), workload.global_batch_size // rows
-    limit = costs.cluster.usable_bytes - costs.memory_overhead_bytes
+    limit = costs.cluster.usable_bytes
     about = (num_devices, costs.cluster.num_devices_per_host, count)
     if most < 2 or schedule.check("1f1b", most, 1, count) is not None:
         return
@@ -150,17 +154,20 @@ def _stages(
     """Add up the terms of every stage. Return the ways that have a price and that no other on as
     many devices beats in all, with their table; None if there are none."""
     kinds = layer_kinds(model, workload.seq_len)
-    order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, float]]]()
+    order, priced = (
+        [*dict.fromkeys(kinds)],
+        list[tuple[Layout, list[Terms], tuple[float, float, float]]](),
+    )
     for way in ways:
         with suppress(ValueError):  # was not measured
             terms_of = _terms(model, workload.seq_len, way, prices, kinds)
-            priced.append((way, terms_of, _hops_s(model, workload, way, prices)))
+            priced.append((way, terms_of, _between(model, workload, way, prices)))
     if not priced:
         return None
-    terms, hops_s = (np.asarray([each[at] for each in priced]) for at in (1, 2))
+    terms, between = (np.asarray([each[at] for each in priced]) for at in (1, 2))
     devices = np.asarray([way.num_devices for way, *_ in priced])
-    kept = _unbeaten(devices, terms, hops_s)
-    terms, hops_s, devices = terms[kept], hops_s[kept], devices[kept]
+    kept = _unbeaten(devices, terms, between)
+    terms, between, devices = terms[kept], between[kept], devices[kept]
     each = terms[:, [order.index(kind) for kind in kinds]]
     inner, first, last = np.moveaxis(terms[:, len(order) :, None], 1, 0)
     sums = np.concatenate([np.zeros_like(each[:, :1]), np.cumsum(each, axis=1)], axis=1)
@@ -171,12 +178,12 @@ def _stages(
     pace_s, tail_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
     table = StageTable(
         devices=devices,
-        hops_s=hops_s,
+        hops_s=between[:, :2],
         kind=kind,
         layers=stop - start,
         once_s=pace_s + (start == 0) * tail_s,
         pace_s=pace_s,
-        resident=resident,
+        resident=resident + between[:, 2:],
         held=held,
         slower_s=slower_s / (stop - start),
         spared=spared / (stop - start),
@@ -197,11 +204,11 @@ def _kinds(layers: Sequence[LayerKind]) -> tuple[Array, Array, Array]:
     return kind, starts, stops
 
 
-def _unbeaten(devices: Array, terms: Array, hops_s: Array) -> list[int]:
+def _unbeaten(devices: Array, terms: Array, between: Array) -> list[int]:
     """Return the ways that no other on as many devices beats in all terms; of equal ones the
     first."""
     worst = terms * (np.ones(len(Terms._fields)) + Terms(spared=-2.0))
-    costs, kept = np.concatenate([worst.reshape(len(terms), -1), hops_s], axis=1), list[int]()
+    costs, kept = np.concatenate([worst.reshape(len(terms), -1), between], axis=1), list[int]()
     for at in np.lexsort(costs.T[::-1]).tolist():  # none comes before one that beats it
         rivals = [other for other in kept if devices[other] == devices[at]]
         if not (costs[rivals] <= costs[at]).all(axis=1).any():
@@ -243,11 +250,11 @@ def _terms(
     layers = {kind: layer(kind) for kind in order}
 
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Terms:
-        """Return the terms of a stage beside two layers, whether they are computed again or not."""
-        plain, again = (stage_bytes(kind, 2, word, first, last) for word in words)
-        resident = max(plain[0], again[0]) - 2 * layers[kind].resident
+        """Return the terms of a stage beside its layers."""
+        of = stage_bytes(kind, 2, NOTHING, first, last)
+        resident, held = of[0] - 2 * layers[kind].resident, of[1] - 2 * layers[kind].held
         work = end_work(*about, cut, prices, kind, first=first, last=last)
-        return Terms(work.both_s, 0.0, resident, plain[1] - 2 * layers[kind].held)
+        return Terms(work.both_s, 0.0, resident, held)
 
     inner = Terms(*map(max, zip(*map(end, order), strict=True)))
     ends = (end(kinds[0], first=True), kinds[0]), (end(kinds[-1], last=True), kinds[-1])
@@ -274,18 +281,20 @@ def _sent(
     return one, three.plus(two, -1) if way.num_microbatches > 1 else one
 
 
-def _hops_s(
+def _between(
     model: AnyModel, workload: Workload, way: Layout, prices: Prices
-) -> tuple[float, float]:
-    """Return the seconds of sending a stage's result on and getting its gradient, within a host and
-    to the next host."""
+) -> tuple[float, float, float]:
+    """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
+    the next host, and the bytes of messages and of all else that is no layer's."""
     two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
-    cluster, (op, _) = prices.costs.cluster, moved(model, workload, two, prices.costs)
+    costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
     assert op is not None
-    apart = cluster.num_devices_per_host if cluster.num_hosts > 1 else 1
+    apart = costs.cluster.num_devices_per_host if costs.cluster.num_hosts > 1 else 1
     far = msgspec.structs.replace(op, group_stride=max(op.group_stride, apart))
     within, across = (2 * prices.estimate(each).time_s for each in (op, far))
-    return within, across
+    moving, _ = in_transit(model, workload, two, costs)
+    beside = images_bytes(model, workload, two) + costs.memory_overhead_bytes
+    return within, across, beside + (most_sent(two, costs) + 1) * moving
 
 
 def _layout(division: Division, ways: Sequence[Layout], problem: Problem, rows: int) -> Layout:

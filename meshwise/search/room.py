@@ -72,12 +72,12 @@ def all_fit(
 def of_stage(
     model: AnyModel, seq_len: int, inside: Layout, end: End, word: Recompute, prices: Prices
 ) -> tuple[float, float]:
-    """Return upper bounds of the bytes that a stage needs at any time in 1F1B, and beside them for
-    each microbatch in flight. ``word``: what its backward recomputes in all layers."""
+    """Return the bytes that a stage needs at least in 1F1B: at any time, and besides for each
+    microbatch in flight. ``word``: what its backward recomputes in all layers."""
     active = _activity(model, seq_len, cut_of(inside), (word, None), False, end, prices)
     of = _holding(model, inside, end, active, prices.costs.dtype)
-    lasting, gradients, held, single, action, waits, *_ = of
-    return lasting + gradients + action + max(0.0, single + waits - held), held
+    lasting, gradients, *_, held, backward, waits = of
+    return lasting + gradients + max(backward, waits - held), held
 
 
 @lru_cache(maxsize=4096)

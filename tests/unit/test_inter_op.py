@@ -4,10 +4,20 @@ import itertools
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
+from meshwise import search
+from meshwise.prices import Prices
+from meshwise.prices.datasheet import unmeasured
+from meshwise.search import space
 from meshwise.search.inter_op import Problem, StageTable, divide
+from meshwise.spec import Cluster, Cuts, Layout, Model, Workload
+from meshwise.spec.layout import Way
+from meshwise.verbs import files
+
+GIB = 2**30
 
 
 def any_table(chance, layers, sizes):
@@ -163,3 +173,76 @@ def verify(table, problem, division):
 )
 def test_the_division_is_the_best_of_all(seeds):
     assert sum(map(check, seeds)) > len(seeds) / 3
+
+
+def every_pipeline(model, workload, devices):
+    """1F1B on these devices: all meshes, layer counts, ZeRO, sequence parallelism, and any number
+    of layers of each stage computed again."""
+    for rows in (n for n in range(1, workload.global_batch_size + 1)):
+        if workload.global_batch_size % rows:
+            continue
+        for sizes, counts in itertools.product(compositions(devices), compositions(model.layers)):
+            if len(sizes) != len(counts) or len(sizes) == 1:
+                continue
+            of_stages = [
+                [
+                    (dp, size // dp, zero, sp, word, again)
+                    for dp in range(1, size + 1)
+                    if size % dp == 0 and rows % dp == 0 and model.heads % (size // dp) == 0
+                    for zero in (range(4) if dp > 1 else [0])
+                    for sp in ([False, True] if dp < size else [False])
+                    for word in ("selective", "full")
+                    for again in range(count + 1)
+                    if again or word == "full"
+                ]
+                for size, count in zip(sizes, counts, strict=True)
+            ]
+            for chosen in itertools.product(*of_stages):
+                yield Layout(
+                    pp=len(sizes), schedule="1f1b", layers=counts, microbatch_size=rows,
+                    num_microbatches=workload.global_batch_size // rows,
+                    meshes=tuple((dp, tp) for dp, tp, *_ in chosen),
+                    ways=tuple(
+                        Way(
+                            zero=zero or None,
+                            cuts=Cuts(stream="seq") if sp else None,
+                            recompute=word if again else None,
+                            recompute_layers=again or None,
+                        )
+                        for _, _, zero, sp, word, again in chosen
+                    ),
+                )  # fmt: skip
+
+
+def compositions(total):
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for others in compositions(total - first):
+            yield (first, *others)
+
+
+def test_no_pipeline_is_faster_by_more_than_a_hundredth():
+    """Against simulating every 1F1B pipeline, where memory is enough and where it is not. The head
+    takes as long as the layers, so that stages differ."""
+    model = Model(name="small", hidden=1024, layers=3, heads=4, ffn=4096, vocab=51200)
+    workload = Workload(global_batch_size=8, seq_len=1024)
+    costs = unmeasured(files.take("p3.16xlarge", Cluster))
+    prices, every = Prices(costs, datasheet=True), []
+    for layout in every_pipeline(model, workload, 3):
+        space.check(model, workload, layout)
+        every.append(search.predict(model, workload, layout, prices))
+    chosen = set()
+    for memory_bytes in (16 * GIB, 3.4 * GIB, 3.35 * GIB):
+        device = msgspec.structs.replace(costs.cluster.device, memory_bytes=int(memory_bytes))
+        cluster = msgspec.structs.replace(costs.cluster, device=device)
+        there = msgspec.structs.replace(costs, cluster=cluster)
+        plan = search.find(model, workload, there, num_devices=3)
+        fitting = [of for of in every if of.peak_memory_bytes <= cluster.usable_bytes]
+        least_s = min(of.step_time_s for of in fitting)
+        assert plan.prediction.step_time_s <= 1.01 * least_s
+        assert plan.prediction.peak_memory_bytes <= cluster.usable_bytes
+        assert plan.layout.meshes == ((1, 1), (2, 1))
+        space.check(model, workload, plan.layout)
+        chosen.add(plan.layout.recompute)
+    assert chosen == {"none", "selective"}
