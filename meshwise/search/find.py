@@ -91,8 +91,6 @@ def find(
             f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
-    if not layouts:
-        raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
@@ -103,6 +101,8 @@ def find(
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     ranked = _with_uneven(model, workload, prices, ranked, num_devices)
     nearest = _nearest(model, workload, prices, ladders, limit)
+    if not ranked and not layouts:
+        raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     if not ranked and nearest is None:
         raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
@@ -279,7 +279,8 @@ def _in_best_order(
 ) -> Candidate:
     """Return the candidate with the fastest order of its sums over tp that fits."""
     layout = best.layout
-    orders = ["first"] if layout.zero or layout.data_ranks == 1 else ["first", "together"]
+    apart = layout.zero or layout.ways or layout.data_ranks == 1
+    orders = ["first"] if apart else ["first", "together"]
     if not any(part.name == SUMS for part in best.prediction.time_parts):
         return best
     for order in orders:

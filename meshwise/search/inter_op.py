@@ -132,7 +132,7 @@ def divide(
     least_s = problem.time_s(*rest[0].whole)
     if least_s >= cutoff_s:
         return []
-    while (behind := 2 ** len(rest)) < len(problem.in_flight):
+    while (behind := 2 ** len(rest)) < len(problem.in_flight) and not problem.exactly:
         rest.append(least(table, problem._replace(in_flight=problem.in_flight[behind:])))
     for slack in _SLACKS:
         below_s = min(cutoff_s, slack * least_s)
@@ -158,11 +158,13 @@ def least(table: StageTable, problem: Problem) -> Least:
             if cells and len(here):
                 once_s = np.min([of.once_s for of in cells], axis=0)
                 seconds = [np.append(of, np.inf)[table.kind] for of in (once_s, cells[0].pace_s)]
-                stages.append((here, here - size, *seconds))
+                longest = table.layers[np.isfinite(cells[0].pace_s)].max()
+                stages.append((here, here - size, longest, *seconds))
     for stop in range(1, count + 1):
-        for here, before, once_s, pace_s in stages:
-            total = (sums[:stop, before] + once_s[:stop, stop, None]).min(axis=0)
-            slowest = np.maximum(maxes[:stop, before], pace_s[:stop, stop, None]).min(axis=0)
+        for here, before, longest, once_s, pace_s in stages:
+            of = slice(max(0, stop - longest), stop)
+            total = (sums[of, before] + once_s[of, stop, None]).min(axis=0)
+            slowest = np.maximum(maxes[of, before], pace_s[of, stop, None]).min(axis=0)
             sums[stop, here] = np.minimum(sums[stop, here], total)
             maxes[stop, here] = np.minimum(maxes[stop, here], slowest)
     return Least(sums.tolist(), maxes.tolist())

@@ -10,7 +10,7 @@ those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -60,13 +60,15 @@ class Terms(NamedTuple):
 
 class Frame(NamedTuple):
     """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
-    depth, whose ``floor`` it is, then interleaved, depth by depth."""
+    depth, whose ``floor`` it is, then interleaved, depth by depth. ``barren``: for each problem a
+    time below which there is nothing, for any smaller memory, too."""
 
     rows: int
     ways: list[Layout]
     table: StageTable
     problems: list[Problem]
     floor: Least
+    barren: list[list[float]]
 
 
 def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
@@ -84,16 +86,18 @@ def layouts(of: Sequence[Frame], limit_bytes: float, cutoff_s: float) -> list[La
     the best first. Their stages may differ in layers, meshes and ways."""
     found = list[tuple[float, Layout]]()
     for frame in of:
-        for turns, problems in groupby(frame.problems, key=lambda problem: problem.turns):
-            for problem in problems:
-                problem = problem._replace(limit_bytes=limit_bytes)
-                floor = frame.floor if turns == 1 else least(frame.table, problem)
-                if problem.time_s(*floor.whole) >= cutoff_s:
-                    break  # deeper pipelines have more in flight
-                for division in divide(frame.table, problem, cutoff_s, floor):
-                    layout = _layout(division, frame.ways, problem, frame.rows)
-                    found.append((division.time_s, layout))
-                    cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
+        deepest: dict[int, bool] = {}  # by turns: deeper pipelines have more in flight, and less
+        for problem, barren in zip(frame.problems, frame.barren, strict=True):
+            if deepest.get(problem.turns) or cutoff_s <= barren[0]:
+                continue
+            problem = problem._replace(limit_bytes=limit_bytes)
+            floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
+            deepest[problem.turns] = problem.time_s(*floor.whole) >= cutoff_s
+            divisions = divide(frame.table, problem, cutoff_s, floor)
+            barren[0] = barren[0] if divisions else cutoff_s
+            for division in divisions:
+                found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
+                cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
@@ -107,7 +111,8 @@ def _frame(
     if stages is None:
         return None
     ways, table = stages
-    return Frame(rows, ways, table, problems, least(table, problems[0]))
+    barren = [[0.0] for _ in problems]
+    return Frame(rows, ways, table, problems, least(table, problems[0]), barren)
 
 
 def _problems(

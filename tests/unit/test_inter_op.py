@@ -246,3 +246,48 @@ def test_no_pipeline_is_faster_by_more_than_a_hundredth():
         space.check(model, workload, plan.layout)
         chosen.add(plan.layout.recompute)
     assert chosen == {"none", "selective"}
+
+
+def is_placed(layout, cluster):
+    """Each pipeline rank's devices are on one host, or are whole hosts."""
+    for rank in range(layout.pp):
+        devices, host = layout.devices_of(rank), cluster.num_devices_per_host
+        whole = devices.start % host == len(devices) % host == 0
+        if devices.start // host != devices[-1] // host and not whole:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "devices", "layers", "batch"),
+    [(1, 8, 7, 6, 8), (3, 6, 18, 5, 12), (3, 6, 15, 6, 6), (1, 8, 8, 1, 8), (1, 8, 5, 4, 2)],
+    ids=["7 devices", "3 hosts of 6", "15 of 18", "one layer", "few sequences"],
+)
+def test_odd_numbers_have_legal_plans(hosts, per_host, devices, layers, batch):
+    model = Model(name="odd", hidden=1024, layers=layers, heads=8, ffn=4096, vocab=8192)
+    workload = Workload(global_batch_size=batch, seq_len=1024)
+    costs = unmeasured(files.take("p3.16xlarge", Cluster))
+    nvlink, network = costs.cluster.tiers
+    nvlink = msgspec.structs.replace(nvlink, num_devices=per_host)
+    network = msgspec.structs.replace(network, num_devices=hosts * per_host)
+    cluster = msgspec.structs.replace(
+        costs.cluster, num_hosts=hosts, num_devices_per_host=per_host,
+        tiers=(nvlink, network) if hosts > 1 else (nvlink,),
+    )  # fmt: skip
+    costs = msgspec.structs.replace(costs, cluster=cluster)
+    plan = search.find(model, workload, costs, num_devices=devices)
+    for candidate in (plan, *plan.runners_up):
+        space.check(model, workload, candidate.layout)
+        assert candidate.layout.num_devices == devices
+        assert candidate.layout.batch_size == batch
+        assert candidate.prediction.peak_memory_bytes <= cluster.usable_bytes
+        assert is_placed(candidate.layout, cluster)
+    least = plan.prediction.peak_memory_bytes
+    device = msgspec.structs.replace(
+        cluster.device, memory_bytes=int(least) - 1 + cluster.reserved_bytes
+    )
+    cluster = msgspec.structs.replace(cluster, device=device)
+    costs = msgspec.structs.replace(costs, cluster=cluster)
+    shorter = search.find(model, workload, costs, num_devices=devices)  # a byte less than it needs
+    assert shorter.prediction.peak_memory_bytes < least
+    assert shorter.prediction.step_time_s >= plan.prediction.step_time_s
