@@ -253,7 +253,7 @@ def _with_uneven(
 ) -> list[Candidate]:
     """Add the uneven pipelines that fit and may be faster than the fastest uniform layout. The
     bytes that they were chosen by are a little too few: if one does not fit, choose again for a
-    memory that is smaller by what it lacks."""
+    memory that is smaller by what it lacks, until there is one that fits."""
     limit, lacks = prices.costs.cluster.usable_bytes, 0.0
     ranked, known = list(uniform), dict.fromkeys([each.layout for each in uniform], 0.0)
     frames = inter_op_stages.frames(model, workload, prices, num_devices)
@@ -268,7 +268,7 @@ def _with_uneven(
                 candidate = Candidate(layout=layout, prediction=prediction)
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
         lack = next((known[layout] for layout in chosen if known[layout]), 0.0)
-        if not lack:
+        if not lack or (lacks and len(ranked) > len(uniform)):
             break
         lacks += lack
     return ranked

@@ -132,8 +132,6 @@ def divide(
     least_s = problem.time_s(*rest[0].whole)
     if least_s >= cutoff_s:
         return []
-    while (behind := 2 ** len(rest)) < len(problem.in_flight) and not problem.exactly:
-        rest.append(least(table, problem._replace(in_flight=problem.in_flight[behind:])))
     for slack in _SLACKS:
         below_s = min(cutoff_s, slack * least_s)
         if found := _below(table, problem, rest, below_s):
@@ -171,14 +169,17 @@ def least(table: StageTable, problem: Problem) -> Least:
 
 
 def _below(
-    table: StageTable, problem: Problem, rest: Sequence[Least], below_s: float
+    table: StageTable, problem: Problem, rest: list[Least], below_s: float
 ) -> list[Division]:
     """Go through the divisions below this time, stage by stage from the last. ``rest[n]``: the
-    least of stages with 2^n or more behind them; of ``rest[0]`` any."""
+    least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added."""
     found = list[Division]()
     states: _States = {(table.num_layers, 0): [_Pair(0.0, 0.0)]}
     for behind, in_flight in enumerate(problem.in_flight):
         stages = _Stages(table, problem, in_flight, below_s)
+        if behind + 1 == 2 ** len(rest) < len(problem.in_flight) and not problem.exactly:
+            fewest = problem._replace(in_flight=problem.in_flight[behind + 1 :])
+            rest.append(least(table, fewest))
         sums, maxes = rest[min(len(rest), (behind + 1).bit_length()) - 1]
         further: _States = {}
         for (stop, used), pairs in states.items():

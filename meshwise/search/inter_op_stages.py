@@ -32,7 +32,7 @@ from meshwise.search.bound import (
 )
 from meshwise.search.charges import beside_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
-from meshwise.search.predict import images_bytes, in_transit, most_sent, moved
+from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
 
@@ -86,13 +86,16 @@ def layouts(of: Sequence[Frame], limit_bytes: float, cutoff_s: float) -> list[La
     the best first. Their stages may differ in layers, meshes and ways."""
     found = list[tuple[float, Layout]]()
     for frame in of:
-        deepest: dict[int, bool] = {}  # by turns: deeper pipelines have more in flight, and less
+        hopeless = set[int]()  # turns; deeper pipelines with as many have more in flight
         for problem, barren in zip(frame.problems, frame.barren, strict=True):
-            if deepest.get(problem.turns) or cutoff_s <= barren[0]:
+            floor_s = problem.time_s(*frame.floor.whole)
+            if problem.turns in hopeless or cutoff_s <= max(barren[0], floor_s):
                 continue
             problem = problem._replace(limit_bytes=limit_bytes)
             floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
-            deepest[problem.turns] = problem.time_s(*floor.whole) >= cutoff_s
+            if problem.time_s(*floor.whole) >= cutoff_s:
+                hopeless.add(problem.turns)
+                continue
             divisions = divide(frame.table, problem, cutoff_s, floor)
             barren[0] = barren[0] if divisions else cutoff_s
             for division in divisions:
@@ -159,10 +162,7 @@ def _stages(
     """Add up the terms of every stage. Return the ways that have a price and that no other on as
     many devices beats in all, with their table; None if there are none."""
     kinds = layer_kinds(model, workload.seq_len)
-    order, priced = (
-        [*dict.fromkeys(kinds)],
-        list[tuple[Layout, list[Terms], tuple[float, float, float]]](),
-    )
+    order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
     for way in ways:
         with suppress(ValueError):  # was not measured
             terms_of = _terms(model, workload.seq_len, way, prices, kinds)
@@ -186,9 +186,9 @@ def _stages(
         hops_s=between[:, :2],
         kind=kind,
         layers=stop - start,
-        once_s=pace_s + (start == 0) * tail_s,
+        once_s=pace_s + (start == 0) * (tail_s + between[:, 2:3]),
         pace_s=pace_s,
-        resident=resident + between[:, 2:],
+        resident=resident + between[:, 3:],
         held=held,
         slower_s=slower_s / (stop - start),
         spared=spared / (stop - start),
@@ -286,20 +286,21 @@ def _sent(
     return one, three.plus(two, -1) if way.num_microbatches > 1 else one
 
 
-def _between(
-    model: AnyModel, workload: Workload, way: Layout, prices: Prices
-) -> tuple[float, float, float]:
+def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:
     """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
-    the next host, and the bytes of messages and of all else that is no layer's."""
+    the next host; of a step's exchange of a tied embedding; and the bytes of messages and of all
+    else that is no layer's."""
     two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
     costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
     assert op is not None
     apart = costs.cluster.num_devices_per_host if costs.cluster.num_hosts > 1 else 1
     far = msgspec.structs.replace(op, group_stride=max(op.group_stride, apart))
     within, across = (2 * prices.estimate(each).time_s for each in (op, far))
+    tied = exchanged(model, two, costs)
+    tied_s = prices.estimate(tied).time_s if tied else 0.0
     moving, _ = in_transit(model, workload, two, costs)
     beside = images_bytes(model, workload, two) + costs.memory_overhead_bytes
-    return within, across, beside + (most_sent(two, costs) + 1) * moving
+    return within, across, tied_s, beside + (most_sent(two, costs) + 1) * moving
 
 
 def _layout(division: Division, ways: Sequence[Layout], problem: Problem, rows: int) -> Layout:

@@ -53,7 +53,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
     prices.begin()
     hops = [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, costs)]
-    exchange = _charge(_exchanged(model, layout, costs), EXCHANGE, prices)
+    exchange = _charge(exchanged(model, layout, costs), EXCHANGE, prices)
     about = (layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
     step = step_time(stages, timetable(*about), hops, exchange)
     relative = math.hypot(*step.errors.values()) / (step.time_s - step.parts.get(BUBBLE, 0.0))
@@ -196,7 +196,7 @@ def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> i
     return math.prod(stream_shape(model, rows, seq_len, behind))
 
 
-def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
+def exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
     """Return the message between the first and the last stage that carries the float32 gradient of
     a tied embedding, or None."""
     size_bytes = _exchanged_bytes(model, layout)
