@@ -246,10 +246,12 @@ class _Stages:
         across = end % self.problem.per_host == 0
         found = self.known.get((stop, size, across))
         if found is None:
-            by_kind, kinds = self.of_kind[size, across], self.table.kind[:stop, stop].tolist()
+            by_kind = self.of_kind[size, across]
+            longest = max([int(self.table.layers[kind]) for kind in by_kind], default=0)
+            kinds = self.table.kind[:stop, stop].tolist()[max(0, stop - longest) :]
             found = self.known[stop, size, across] = [
                 (Portion(way, start, stop, int(again)), once_s, pace_s)
-                for start, kind in enumerate(kinds)
+                for start, kind in enumerate(kinds, stop - len(kinds))
                 for way, once_s, pace_s, again in by_kind.get(kind, ())
             ]
         return found

@@ -137,7 +137,7 @@ def _problems(
 def _ways(
     model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, rows: int
 ) -> list[Layout]:
-    """Return the ways to run a stage on some of the devices, each with what it may recompute."""
+    """Return the ways to run a stage on some of the devices."""
     host, moe = cluster.num_devices_per_host, bool(getattr(model, "experts", None))
     count, found = workload.global_batch_size // rows, list[Layout]()
     for size in range(1, num_devices):
@@ -152,7 +152,7 @@ def _ways(
                 )
                 gains = inside.replicas == 1 and not (inside.zero == 1 == count)
                 if gains and placement.obstacle(model, workload.seq_len, inside) is None:
-                    found += [space.unchecked(inside, recompute=word) for word in _WORDS]
+                    found.append(inside)
     return found
 
 
@@ -165,14 +165,15 @@ def _stages(
     order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
     for way in ways:
         with suppress(ValueError):  # was not measured
-            terms_of = _terms(model, workload.seq_len, way, prices, kinds)
-            priced.append((way, terms_of, _between(model, workload, way, prices)))
+            between = _between(model, workload, way, prices)
+            for word, terms_of in _terms(model, workload.seq_len, way, prices, kinds):
+                priced.append((space.unchecked(way, recompute=word), terms_of, between))
     if not priced:
         return None
-    terms, between = (np.asarray([each[at] for each in priced]) for at in (1, 2))
+    terms, beside = (np.asarray([each[at] for each in priced]) for at in (1, 2))
     devices = np.asarray([way.num_devices for way, *_ in priced])
-    kept = _unbeaten(devices, terms, between)
-    terms, between, devices = terms[kept], between[kept], devices[kept]
+    kept = _unbeaten(devices, terms, beside)
+    terms, beside, devices = terms[kept], beside[kept], devices[kept]
     each = terms[:, [order.index(kind) for kind in kinds]]
     inner, first, last = np.moveaxis(terms[:, len(order) :, None], 1, 0)
     sums = np.concatenate([np.zeros_like(each[:, :1]), np.cumsum(each, axis=1)], axis=1)
@@ -183,12 +184,12 @@ def _stages(
     pace_s, tail_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
     table = StageTable(
         devices=devices,
-        hops_s=between[:, :2],
+        hops_s=beside[:, :2],
         kind=kind,
         layers=stop - start,
-        once_s=pace_s + (start == 0) * (tail_s + between[:, 2:3]),
+        once_s=pace_s + (start == 0) * (tail_s + beside[:, 2:3]),
         pace_s=pace_s,
-        resident=resident + between[:, 3:],
+        resident=resident + beside[:, 3:],
         held=held,
         slower_s=slower_s / (stop - start),
         spared=spared / (stop - start),
@@ -209,11 +210,11 @@ def _kinds(layers: Sequence[LayerKind]) -> tuple[Array, Array, Array]:
     return kind, starts, stops
 
 
-def _unbeaten(devices: Array, terms: Array, between: Array) -> list[int]:
+def _unbeaten(devices: Array, terms: Array, beside: Array) -> list[int]:
     """Return the ways that no other on as many devices beats in all terms; of equal ones the
     first."""
     worst = terms * (np.ones(len(Terms._fields)) + Terms(spared=-2.0))
-    costs, kept = np.concatenate([worst.reshape(len(terms), -1), between], axis=1), list[int]()
+    costs, kept = np.concatenate([worst.reshape(len(terms), -1), beside], axis=1), list[int]()
     for at in np.lexsort(costs.T[::-1]).tolist():  # none comes before one that beats it
         rivals = [other for other in kept if devices[other] == devices[at]]
         if not (costs[rivals] <= costs[at]).all(axis=1).any():
@@ -223,36 +224,37 @@ def _unbeaten(devices: Array, terms: Array, between: Array) -> list[int]:
 
 def _terms(
     model: AnyModel, seq_len: int, way: Layout, prices: Prices, kinds: Sequence[LayerKind]
-) -> list[Terms]:
-    """Return the terms of each kind of layer, then of a stage beside its layers, and what the first
-    and the last stage add to these."""
-    cut, plainly, about = cut_of(way), space.unchecked(way, recompute=NOTHING), (model, seq_len)
-    order, words = [*dict.fromkeys(kinds)], (NOTHING, way.recompute)
+) -> Iterator[tuple[Recompute, list[Terms]]]:
+    """Yield, for each word of what may be computed again, the terms of each kind of layer, then of
+    a stage beside its layers, and what the first and the last stage add to these."""
+    cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
 
     def stage_bytes(
         kind: LayerKind, count: int, word: Recompute, first: bool = False, last: bool = False
     ) -> Array:
         """Return the bytes of a stage at any time, and of a microbatch in flight."""
         end = End(kinds=(kind,) * count, first=first, last=last)
-        return np.asarray(room.of_stage(*about, plainly, end, word, prices))
+        return np.asarray(room.of_stage(*about, way, end, word, prices))
+
+    def third_bytes(kind: LayerKind, word: Recompute) -> Array:
+        more: Array = stage_bytes(kind, 3, word) - stage_bytes(kind, 2, word)
+        return more
 
     def layer(kind: LayerKind) -> Terms:
-        plain, again = (layer_work(*about, cut, prices, (kind, word)) for word in words)
+        work = layer_work(*about, cut, prices, (kind, NOTHING))
         whole, each = _sent(*about, way, prices, kind)
-        alone_s, together = plain.both_s + each.copies_s, way.zero >= 2
+        alone_s, together = work.both_s + each.copies_s, way.zero >= 2
         sent_s = each.messages_s if together else whole.messages_s
-        beside_s = side_by_side_s(alone_s, plain.messages_s, sent_s, beside_of(way, prices))
-        third, other = (stage_bytes(kind, 3, word) - stage_bytes(kind, 2, word) for word in words)
-        return Terms(
-            pace_s=beside_s if together else alone_s,
-            tail_s=0.0 if together else beside_s - alone_s,
-            resident=third[0],
-            held=third[1],
-            slower_s=again.both_s - plain.both_s,
-            spared=max(0.0, third[1] - other[1]),
-        )
+        beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
+        pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
+        return Terms(pace_s, tail_s, *third_bytes(kind, NOTHING))
 
-    layers = {kind: layer(kind) for kind in order}
+    def recomputed(kind: LayerKind, word: Recompute) -> Terms:
+        plain, again = (layer_work(*about, cut, prices, (kind, of)) for of in (NOTHING, word))
+        return layers[kind]._replace(
+            slower_s=again.both_s - plain.both_s,
+            spared=max(0.0, layers[kind].held - third_bytes(kind, word)[1]),
+        )
 
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Terms:
         """Return the terms of a stage beside its layers."""
@@ -261,10 +263,12 @@ def _terms(
         work = end_work(*about, cut, prices, kind, first=first, last=last)
         return Terms(work.both_s, 0.0, resident, held)
 
+    layers = {kind: layer(kind) for kind in order}
     inner = Terms(*map(max, zip(*map(end, order), strict=True)))
     ends = (end(kinds[0], first=True), kinds[0]), (end(kinds[-1], last=True), kinds[-1])
-    more = [Terms(*np.subtract(of, end(kind))) for of, kind in ends]
-    return [*layers.values(), inner, *more]
+    more = [inner, *[Terms(*np.subtract(of, end(kind))) for of, kind in ends]]
+    for word in _WORDS:
+        yield word, [*[recomputed(kind, word) for kind in order], *more]
 
 
 def _sent(
@@ -277,7 +281,7 @@ def _sent(
             model,
             seq_len,
             kind,
-            space.unchecked(way, num_microbatches=count, microbatch_size=1, recompute=NOTHING),
+            space.unchecked(way, num_microbatches=count, microbatch_size=1),
             False,
             prices,
         )[0]
