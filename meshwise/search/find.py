@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from time import monotonic
@@ -263,7 +263,9 @@ def _with_uneven(
         for layout in [each for each in chosen if each not in known]:
             _, peak = memory_of(model, workload, layout, prices)
             known[layout] = max(0.0, peak.total_bytes - limit)
-            if peak.total_bytes <= limit:
+            if peak.total_bytes > limit:
+                continue
+            with suppress(ValueError):  # something was not measured
                 prediction = predict(model, workload, layout, prices)
                 candidate = Candidate(layout=layout, prediction=prediction)
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import sys
 
 import msgspec
 import numpy as np
@@ -291,3 +292,21 @@ def test_odd_numbers_have_legal_plans(hosts, per_host, devices, layers, batch):
     shorter = search.find(model, workload, costs, num_devices=devices)  # a byte less than it needs
     assert shorter.prediction.peak_memory_bytes < least
     assert shorter.prediction.step_time_s >= plan.prediction.step_time_s
+
+
+def test_an_uneven_pipeline_without_a_price_is_left_out(monkeypatch):
+    model = Model(name="odd", hidden=1024, layers=3, heads=8, ffn=4096, vocab=51200)
+    workload = Workload(global_batch_size=8, seq_len=1024)
+    costs = unmeasured(files.take("p3.16xlarge", Cluster))
+    plan = search.find(model, workload, costs, num_devices=3)
+    assert plan.layout.meshes
+
+    def predict(model, workload, layout, prices):
+        if layout.meshes or layout.ways:
+            raise ValueError("was not measured")
+        return search.predict(model, workload, layout, prices)
+
+    monkeypatch.setattr(sys.modules["meshwise.search.find"], "predict", predict)
+    uniform = search.find(model, workload, costs, num_devices=3)
+    assert not uniform.layout.meshes
+    assert plan.prediction.step_time_s < uniform.prediction.step_time_s
