@@ -85,22 +85,22 @@ def layouts(of: Sequence[Frame], limit_bytes: float, cutoff_s: float) -> list[La
     """Return pipelines that need up to ``limit_bytes`` and may take less than ``cutoff_s`` seconds,
     the best first. Their stages may differ in layers, meshes and ways."""
     found = list[tuple[float, Layout]]()
-    for frame in of:
-        hopeless = set[int]()  # turns; deeper pipelines with as many have more in flight
-        for problem, barren in zip(frame.problems, frame.barren, strict=True):
-            floor_s = problem.time_s(*frame.floor.whole)
-            if problem.turns in hopeless or cutoff_s <= max(barren[0], floor_s):
-                continue
-            problem = problem._replace(limit_bytes=limit_bytes)
-            floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
-            if problem.time_s(*floor.whole) >= cutoff_s:
-                hopeless.add(problem.turns)
-                continue
-            divisions = divide(frame.table, problem, cutoff_s, floor)
-            barren[0] = barren[0] if divisions else cutoff_s
-            for division in divisions:
-                found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
-                cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
+    hopeless = set[tuple[int, int]]()  # rows, turns; deeper pipelines have more in flight
+    each = [(frame, *of) for frame in of for of in zip(frame.problems, frame.barren, strict=True)]
+    for frame, problem, barren in sorted(each, key=lambda of: of[1].turns):
+        problem = problem._replace(limit_bytes=limit_bytes)
+        about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
+        if about in hopeless or cutoff_s <= max(barren[0], floor_s):
+            continue
+        floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
+        if problem.time_s(*floor.whole) >= cutoff_s:
+            hopeless.add(about)
+            continue
+        divisions = divide(frame.table, problem, cutoff_s, floor)
+        barren[0] = barren[0] if divisions else cutoff_s
+        for division in divisions:
+            found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
+            cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
