@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_353,
     "probe": 6_956,
     "reshard": 5_094,
-    "search": 3_432,
+    "search": 3_434,
     "spec": 3_080,
     "suites": 1_003,
     "verbs": 4_296,
