@@ -23,6 +23,7 @@ Stages lie on devices in order. A stage stays within a host, or fills whole host
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,7 @@ class _Pair(NamedTuple):
     behind: "_Pair | None" = None
 
 
+_Ways = list[tuple[int, float, float, float]]  # way, once, pace, again
 _States = dict[tuple[int, int], list[_Pair]]  # by first layer and number of devices
 
 
@@ -188,17 +190,21 @@ def _below(
                 first = end - size
                 if first < 0 or not problem.is_within(first, size):
                     continue
-                for stage, once_s, pace_s in stages.before(stop, size, end):
-                    rest_s, slowest_s = sums[stage.start][first], maxes[stage.start][first]
-                    for pair in pairs:
+                for start, ways in stages.before(stop, size, end):
+                    rest_s, slowest_s = sums[start][first], maxes[start][first]
+                    if problem.time_s(rest_s, slowest_s) >= below_s:
+                        continue
+                    here = further.setdefault((start, used + size), [])
+                    for (way, once_s, pace_s, again), pair in product(ways, pairs):
                         sum_s, max_s = pair.once_s + once_s, max(pair.pace_s, pace_s)
                         if problem.time_s(sum_s + rest_s, max(max_s, slowest_s)) < below_s:
-                            here = further.setdefault((stage.start, used + size), [])
+                            stage = Portion(way, start, stop, int(again))
                             _keep(here, _Pair(sum_s, max_s, stage, pair))
         whole = further.pop((0, problem.num_devices), [])
         if not problem.exactly or behind == len(problem.in_flight) - 1:
             found += [_division(pair, problem) for pair in whole]
-        if not (states := further):
+        states = {place: pairs for place, pairs in further.items() if pairs}
+        if not states:
             break
     return found
 
@@ -229,8 +235,8 @@ class _Stages:
         self.table, self.problem = table, problem
         cells = _cells(table, problem, in_flight)
         self.sizes = [*cells]
-        self.of_kind: dict[tuple[int, bool], dict[int, list[tuple[int, float, float, int]]]] = {}
-        self.known: dict[tuple[int, int, bool], list[tuple[Portion, float, float]]] = {}
+        self.of_kind: dict[tuple[int, bool], dict[int, _Ways]] = {}
+        self.known: dict[tuple[int, int, bool], list[tuple[int, _Ways]]] = {}
         for size, both in cells.items():
             for across, every in enumerate(both):
                 by_kind = self.of_kind.setdefault((size, bool(across)), {})
@@ -238,22 +244,18 @@ class _Stages:
                     with np.errstate(invalid="ignore"):  # 0 times infinity
                         fast = np.flatnonzero(problem.time_s(each.once_s, each.pace_s) < below_s)
                     numbers = [of.tolist() for of in (fast, *[of[fast] for of in each])]
-                    for kind, *stage in zip(*numbers, strict=True):
-                        by_kind.setdefault(kind, []).append(tuple(stage))
+                    for kind, *of in zip(*numbers, strict=True):
+                        by_kind.setdefault(kind, []).append((of[0], of[1], of[2], of[3]))
 
-    def before(self, stop: int, size: int, end: int) -> list[tuple[Portion, float, float]]:
-        """Return the stages that stop there, on devices up to ``end``, with sum and pace."""
+    def before(self, stop: int, size: int, end: int) -> list[tuple[int, _Ways]]:
+        """Return where stages may start that stop there, on devices up to ``end``, and how."""
         across = end % self.problem.per_host == 0
         found = self.known.get((stop, size, across))
         if found is None:
             by_kind = self.of_kind[size, across]
-            longest = max([int(self.table.layers[kind]) for kind in by_kind], default=0)
-            kinds = self.table.kind[:stop, stop].tolist()[max(0, stop - longest) :]
-            found = self.known[stop, size, across] = [
-                (Portion(way, start, stop, int(again)), once_s, pace_s)
-                for start, kind in enumerate(kinds, stop - len(kinds))
-                for way, once_s, pace_s, again in by_kind.get(kind, ())
-            ]
+            kinds = enumerate(self.table.kind[:stop, stop].tolist())
+            found = [(start, by_kind[kind]) for start, kind in kinds if kind in by_kind]
+            self.known[stop, size, across] = found
         return found
 
 
