@@ -20,7 +20,7 @@ ROOMS = {
     "pages": 6_134,
     "parallel": 3_184,
     "prices": 1_346,
-    "probe": 6_956,
+    "probe": 6_994,
     "reshard": 5_094,
     "search": 2_742,
     "spec": 3_076,
