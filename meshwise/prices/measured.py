@@ -78,7 +78,7 @@ DEGREES = {"tp", "sequence_parallel", "cp", "ep"}
 # The error, a guess, of a price that another machine's measurements give: devices reach shares of
 # their data sheets that differ by up to a fifth (data/attainable.toml).
 TRANSFERRED = 0.25
-# The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
+# The error, a guess, of layers priced without a measured block, by hosts as usual or eager kernels,
 # or of blocks for which the only known ratio stands in.
 UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
 
@@ -396,7 +396,7 @@ class Prices:
             self._sources.add("transferred")
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            untried = UNTRIED if self.costs.lowering == "compiled" else None
+            untried = UNTRIED if host_s or self.costs.lowering == "compiled" else None
             return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
         ratio = _at_size(found, found.ratio, block)
@@ -453,6 +453,13 @@ def slower_s(one_s: float, other_s: float) -> float:
     """Return the seconds of work that has two limits, such as the host's launches and the device:
     the longer of the two, and up to 19 % more where they are near."""
     return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
+
+
+def other_s(time_s: np.ndarray, one_s: np.ndarray | float) -> np.ndarray:
+    """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
+    it takes less."""
+    left: np.ndarray = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
+    return left
 
 
 def _outermost(group: str) -> tuple[int, str]:
