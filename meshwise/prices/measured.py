@@ -18,7 +18,7 @@ an error names the command.
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -121,6 +121,19 @@ def times_of(curve: Curve) -> KnotTimes:
     """Return a curve's times, for sizes of any shape. At a knot it is the measured time."""
     law = curve.laws[curve.law]
     return KnotTimes(curve.law, law.parameters, curve.x_bytes, curve.time_s, curve.end_s_per_byte)
+
+
+class Task(Protocol):
+    """An operation of a program (``models.Task``): the buffers that it reads and writes."""
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def stream(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def writes(self) -> tuple[str, ...]: ...
 
 
 class Prices:
@@ -333,52 +346,57 @@ class Prices:
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    def stretch_of(self, ops: Sequence[Op]) -> float:
-        """Return by how much the power cap slows products down in long work of these operations."""
-        products_s, others_s = self._bursts(ops)
+    def stretch_of(self, tasks: Sequence[Task]) -> float:
+        """Return by how much the power cap slows products down in long work of these tasks."""
+        seconds = {True: 0.0, False: 0.0}
+        for task in tasks:
+            found = self.estimate(task.op)
+            seconds[in_bursts(task.op, found)] += found.time_s
         name = self.costs.cluster.device.name
-        return attainable().clocks.stretch(name, products_s, others_s)
+        return attainable().clocks.stretch(name, seconds[True], seconds[False])
 
-    def host_s(self, block: Block, ops: Sequence[Op]) -> float:
+    def host_s(self, block: Block, tasks: Sequence[Task]) -> float:
         """Return the seconds that a host usually takes to launch a block; 0 on CPUs, which launch
         nothing."""
         if self.costs.cluster.device.kind == "cpu":
             return 0.0
         known = attainable().host
         if self.costs.lowering == "eager":
-            return known.launch_s * len(ops)
-        messages = sum(isinstance(op, Collective) for op in ops)
+            return known.launch_s * len(tasks)
+        messages = sum(isinstance(task.op, Collective) for task in tasks)
         layer_s = known.forward_s if block.direction == "forward" else known.backward_s
         return layer_s + messages * known.message_s
 
-    def composed_s(self, ops: Sequence[Op], stretch: float | None = None) -> float:
-        """Return the seconds of operations one after the other, products slowed down by
-        ``stretch``, by default that of these operations alone."""
-        products_s, others_s = self._bursts(ops)
-        return (stretch or self.stretch_of(ops)) * products_s + others_s
-
-    def _bursts(self, ops: Sequence[Op]) -> tuple[float, float]:
-        """Return the seconds of products, as they were measured in bursts, and of other work."""
-        seconds = {True: 0.0, False: 0.0}
-        for op in ops:
-            found = self.estimate(op)
-            seconds[in_bursts(op, found)] += found.time_s
-        return seconds[True], seconds[False]
+    def composed_s(self, tasks: Sequence[Task], stretch: float | None = None) -> float:
+        """Return the seconds of tasks one after the other, products slowed down by ``stretch``, by
+        default that of these tasks alone. Messages of cp have a stream of their own (``search``
+        runs whole programs so)."""
+        stretch = stretch or self.stretch_of(tasks)
+        now_s = free_s = 0.0
+        there: dict[str, float] = {}  # when messages arrive
+        for task in tasks:
+            found = self.estimate(task.op)
+            time_s = found.time_s * (stretch if in_bursts(task.op, found) else 1.0)
+            if task.stream == "cp":
+                free_s = max(free_s, now_s) + time_s
+                there.update(dict.fromkeys(task.writes, free_s))
+                continue
+            if there:
+                now_s = max([now_s, *(there.get(name, 0.0) for name in task.reads)])
+            now_s += time_s
+        return now_s
 
     def factor(
         self,
         block: Block,
-        ops: Sequence[Op],
+        tasks: Sequence[Task],
         stretch: float | None = None,
-        *,
-        usual_host: bool = True,
     ) -> tuple[float, HeldOut | None]:
-        """Return the time of a block over ``composed_s`` of its operations ``ops``; 1 if none like
-        it was measured. If nothing at all was, return the ratio of language models' layers
-        elsewhere (images: 1). With ``usual_host`` a block like none measured takes at least what
-        hosts usually take (``host_s``)."""
-        composed_s = self.composed_s(ops, stretch)
-        host_s = self.host_s(block, ops) if usual_host else 0.0
+        """Return the time of a block over ``composed_s`` of its ``tasks``; 1 if none like it was
+        measured, or if nothing at all was the ratio of language models' layers elsewhere (images:
+        1). A block like none measured takes at least what hosts usually take (``host_s``)."""
+        composed_s = self.composed_s(tasks, stretch)
+        host_s = self.host_s(block, tasks)
         if self.datasheet is not None and self.nothing_measured:
             ratio = 1.0 if isinstance(block.model, WideResNet) else self.datasheet.known.block.ratio
             return slower_s(host_s, ratio * composed_s) / composed_s, None
@@ -396,7 +414,7 @@ class Prices:
             self._sources.add("transferred")
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            untried = UNTRIED if host_s or self.costs.lowering == "compiled" else None
+            untried = UNTRIED if host_s else None
             return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
         ratio = _at_size(found, found.ratio, block)

@@ -174,8 +174,8 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], Charge]]:
     """Return a stage's program, and what each of its tasks costs."""
     form, stands_for = _form(kind, prices)
-    blocks, kinds = blocks_in(kind, prices.costs.dtype), layer_kinds(kind.model, kind.seq_len)
-    charge = charges(corrections(blocks, kinds, form.pieces, prices), prices)
+    blocks = blocks_in(kind, prices.costs.dtype)
+    charge = charges(corrections(blocks, form.pieces, prices), prices)
     return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
 
 
