@@ -16,6 +16,7 @@ from meshwise.fit.factors import fit_factors
 from meshwise.fit.laws import alpha_beta
 from meshwise.prices import Prices, in_step, times_of, unmeasured
 from meshwise.prices.datasheet import attainable
+from meshwise.search.simulate import Charge, run_program
 from meshwise.spec import (
     Attention,
     Block,
@@ -32,6 +33,7 @@ from meshwise.spec import (
     Sample,
     Tier,
     WideResNet,
+    layer_kinds,
 )
 
 CLUSTER = Cluster(
@@ -44,6 +46,7 @@ CLUSTER = Cluster(
     tiers=(Tier(name="nvlink", num_devices=4),),
 )
 MODEL = Model(hidden=1024, layers=1, heads=16, ffn=4096)
+LONG = msgspec.structs.replace(MODEL, max_seq_len=32768)
 INFO = RunInfo(
     run_id="synthetic", verb="measure", command=(), started="", world_size=4, cluster=CLUSTER
 )
@@ -446,3 +449,39 @@ def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
         (Block, "all_gather"), (Block, "reduce_scatter"), (Gemm, "all_gather")
     ]  # fmt: skip
     assert [(of.compute, of.collective) for of in found] == [(1.2, 4), (1.5, 3), (1.25, 1.75)]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_messages_of_cp_pass_beside_attention_as_in_a_step(cp, direction):
+    """The simulation of a whole stage of one layer takes as long."""
+    device = msgspec.structs.replace(
+        CLUSTER.device, peak_flops={"bf16": 1e15}, peak_memory_bytes_per_s=4e12
+    )
+    tiers = tuple(msgspec.structs.replace(tier, bytes_per_s=450e9) for tier in CLUSTER.tiers)
+    known = msgspec.structs.replace(CLUSTER, device=device, tiers=tiers)
+    prices = Prices(unmeasured(known), datasheet=True)
+    block = Block(
+        part="layer", model=LONG, microbatch_size=1, seq_len=LONG.max_seq_len, cp=cp,
+        direction=direction,
+    )  # fmt: skip
+    tasks = models.block_tasks(block)
+    assert any(task.stream == "cp" for task in tasks)
+    of = models.graph(
+        LONG, 1, LONG.max_seq_len, "bf16", layers=layer_kinds(LONG, LONG.max_seq_len),
+        first=False, last=False,
+    )  # fmt: skip
+    program = models.program_of(of, block.layout, "bf16")
+
+    def charge(task):
+        found = prices.estimate(task.op)
+        return Charge(found.time_s if task.part == "layer" else 0.0, "", "", 0.0)
+
+    spent, _ = run_program(program, charge, attainable().beside)
+    (step,) = [
+        one for one, span in zip(spent, program.actions, strict=True)
+        if {"F": "forward", "B": "backward"}[span.kind] == direction
+    ]  # fmt: skip
+    assert prices.composed_s(tasks, 1.0) == pytest.approx(step.time_s, rel=1e-9)
+    alone_s = sum(prices.estimate(task.op).time_s for task in tasks)
+    assert step.time_s < alone_s
