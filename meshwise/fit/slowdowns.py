@@ -40,5 +40,7 @@ def fit_slowdowns(samples: Sequence[Sample], runs: tuple[str, ...]) -> tuple[Slo
 
 
 def _of(sample: Sample, what: str) -> tuple[float, float]:
-    compute, collective = (sample.metrics[f"{of}_{what}"] for of in ("compute", "collective"))
+    compute, collective = (
+        sample.metrics.get(f"{of}_{what}", 0) for of in ("compute", "collective")
+    )
     return cast("float", compute), cast("float", collective)

@@ -18,12 +18,14 @@ an error names the command.
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from meshwise.prices.datasheet import Datasheet, attainable
+from meshwise.prices.datasheet import Beside, Datasheet, attainable
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
@@ -345,6 +347,22 @@ class Prices:
 
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
+
+    @cached_property
+    def beside(self) -> Beside:
+        """How work and data-parallel messages slow each other down: layers as measured, by kind of
+        message; else by the figures that come with Meshwise."""
+        speeds: dict[str, list[tuple[float, float]]] = {}
+        for of in self.costs.slowdowns:
+            if isinstance(of.like.compute, Block):
+                speeds.setdefault(of.like.collective.kind, []).append(
+                    (1 / of.compute, 1 / of.collective)
+                )
+        means = {
+            kind: (fmean(work for work, _ in each), fmean(message for _, message in each))
+            for kind, each in speeds.items()
+        }
+        return msgspec.structs.replace(attainable().beside, measured=means)
 
     def stretch_of(self, tasks: Sequence[Task]) -> float:
         """Return by how much the power cap slows products down in long work of these tasks."""

@@ -66,7 +66,7 @@ def corrections(
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     """Return how data-parallel messages and other work slow each other down within a pipeline rank.
     Messages that leave the host do not share their links with tensor parallelism's."""
-    cluster, known = prices.costs.cluster, attainable().beside
+    cluster, known = prices.costs.cluster, prices.beside
     if cluster.device.kind == "cpu":
         return None
     leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host

@@ -449,6 +449,13 @@ def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
         (Block, "all_gather"), (Block, "reduce_scatter"), (Gemm, "all_gather")
     ]  # fmt: skip
     assert [(of.compute, of.collective) for of in found] == [(1.2, 4), (1.5, 3), (1.25, 1.75)]
+    backward = msgspec.structs.replace(block, direction="backward")
+    samples.append(beside(backward, "reduce_scatter", (2.0, 2.0)))
+    speeds = Prices(calibrate([(INFO, samples)])).beside.measured
+    assert speeds == {
+        "all_gather": (pytest.approx(1 / 1.2), 0.25),
+        "reduce_scatter": (pytest.approx((1 / 1.5 + 1 / 2) / 2), pytest.approx(5 / 12)),
+    }
 
 
 @pytest.mark.parametrize("cp", [2, 4])
