@@ -15,7 +15,7 @@ from meshwise import machine, store
 from meshwise.fit import calibrate, laws
 from meshwise.fit.calibrate import expected_s
 from meshwise.fit.curves import fit_curve
-from meshwise.models import block_ops, device_of
+from meshwise.models import block_tasks, device_of
 from meshwise.pages import svg
 from meshwise.prices import Datasheet, Prices, roofline_s, shape_op, unmeasured
 from meshwise.prices.datasheet import attainable, of_bytes
@@ -226,7 +226,7 @@ def slow(run: tuple[RunInfo, list[Sample]], costs: Costs) -> svg.Figure:
             found[op] = expected_s(sample)
     blocks = sorted(found, key=lambda op: op.activation_elements)
     factor = next(one for one in costs.factors if one.like in found)
-    ops = {op: block_ops(op, device_of(costs.cluster, "compiled")) for op in blocks}
+    ops = {op: block_tasks(op, device_of(costs.cluster, "compiled")) for op in blocks}
 
     def clocks(axes: "Axes") -> None:
         others, stretch = np.linspace(0, 2, 200), attainable().clocks.stretch
