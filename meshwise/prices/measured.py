@@ -426,6 +426,13 @@ def slower_s(one_s: float, other_s: float) -> float:
     return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
 
 
+def other_s(time_s: np.ndarray, one_s: np.ndarray | float) -> np.ndarray:
+    """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
+    it takes less."""
+    left: np.ndarray = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
+    return left
+
+
 def _outermost(group: str) -> tuple[int, str]:
     """Return the ranks of a group over its outermost links, and the name of these."""
     count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
