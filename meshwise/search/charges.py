@@ -76,14 +76,9 @@ def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     return msgspec.structs.replace(known, messages=1.0) if leaves else known
 
 
-def is_copy(task: Task) -> bool:
-    """Whether a task copies weights or gradients into or out of a data-parallel message."""
-    own = task.part == "dp" and task.stream == "compute"
-    return own and not isinstance(task.op, Collective)
-
-
 def copies_take(prices: Prices) -> float:
-    """Return the time of such a copy over that of another copy of as many bytes."""
+    """Return the time of a copy of weights or gradients, into or out of a data-parallel message,
+    over that of another copy of as many bytes."""
     by_gpu = prices.costs.cluster.device.kind != "cpu"
     return 1 / attainable().copies.share if by_gpu else 1.0
 
@@ -108,24 +103,22 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
         group, relative = task.part + direction_of(task.phase), estimate.error
-        ratio *= copies_take(prices) if is_copy(task) else 1.0
+        ratio *= copies_take(prices) if (part := spent_on(task)) == COPIES else 1.0
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
             relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90
         time_s = estimate.time_s * ratio
-        return Charge(time_s, spent_on(task), group, time_s * relative)
+        return Charge(time_s, part, group, time_s * relative)
 
     return charge
 
 
 def spent_on(task: Task) -> str:
     """Return the part of a step that a task's seconds count as."""
-    if is_copy(task):
-        return COPIES
     if task.part == "dp" and task.stream == "compute":
-        return SUMS
+        return SUMS if isinstance(task.op, Collective) else COPIES
     if task.part == "dp":
         return WAITING
     if task.stream == "cp":
