@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_321,
     "probe": 6_730,
     "reshard": 5_094,
-    "search": 2_723,
+    "search": 2_728,
     "spec": 3_014,
     "suites": 1_003,
     "verbs": 4_201,
