@@ -71,7 +71,7 @@ APART = {
 COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 # differences of blocks, besides tp; only their order matters
 BLOCKS_APART = {"form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
-# The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
+# The error, a guess, of layers priced without a measured block, by hosts as usual or eager kernels,
 # or of blocks for which the only known ratio stands in.
 UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
 
@@ -384,7 +384,7 @@ class Prices:
             self._sources.add("transferred")
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            untried = UNTRIED if self.costs.lowering == "compiled" else None
+            untried = UNTRIED if host_s or self.costs.lowering == "compiled" else None
             return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
         ratio = _at_size(found, found.ratio, block)

@@ -353,8 +353,9 @@ def _traffic(
             if (part := spent_on(task)) in (WAITING, COPIES):
                 of = task.name.startswith("root."), part
                 seconds[of] += times * prices.estimate(task.op).time_s
+    longer, _ = copies_take(prices)
     layer, root = (
-        DataTraffic(seconds[of_root, WAITING], copies_take(prices) * seconds[of_root, COPIES])
+        DataTraffic(seconds[of_root, WAITING], longer * seconds[of_root, COPIES])
         for of_root in (False, True)
     )
     return layer, root

@@ -76,11 +76,13 @@ def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     return msgspec.structs.replace(known, messages=1.0) if leaves else known
 
 
-def copies_take(prices: Prices) -> float:
+def copies_take(prices: Prices) -> tuple[float, float]:
     """Return the time of a copy of weights or gradients, into or out of a data-parallel message,
-    over that of another copy of as many bytes."""
-    by_gpu = prices.costs.cluster.device.kind != "cpu"
-    return 1 / attainable().copies.share if by_gpu else 1.0
+    over that of another copy of as many bytes, and the relative error that this adds."""
+    if prices.costs.cluster.device.kind == "cpu":
+        return 1.0, 0.0
+    known = attainable().copies
+    return 1 / known.share, known.error
 
 
 def direction_of(phase: str) -> str:
@@ -103,12 +105,14 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
         group, relative = task.part + direction_of(task.phase), estimate.error
-        ratio *= copies_take(prices) if (part := spent_on(task)) == COPIES else 1.0
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
             relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90
+        if (part := spent_on(task)) == COPIES:
+            longer, more = copies_take(prices)
+            ratio, relative = longer * ratio, relative + more
         time_s = estimate.time_s * ratio
         return Charge(time_s, part, group, time_s * relative)
 

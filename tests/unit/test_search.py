@@ -23,6 +23,7 @@ from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import balance, bound, pipeline, room, simulate, space
 from meshwise.search import stage as stages
+from meshwise.search.charges import Corrections, charges
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
@@ -583,6 +584,18 @@ def in_one_program(costs, model, workload, layout, within=1e-9, known=ALONE):
     wanted = sum(two_streams_s(tasks, prices, known) for tasks in (step, optimizer))
     assert prediction.step_time_s == pytest.approx(wanted, rel=within)
     assert prediction.peak_memory_bytes == pytest.approx(peak_bytes(program))
+
+
+def test_copies_of_weights_are_less_sure_than_others(costs):
+    """Each charge has the error of its price, and a copy of data parallelism that of its law."""
+    prices, known = Prices(costs), attainable().copies
+    op = Elementwise(kind="copy", read_bytes=2**30, write_bytes=2**30)
+    price, charge = prices.estimate(op), charges(Corrections({}, lambda _: ("", ""), {}), prices)
+    other = charge(Task("copy", op, "compute", "embed", "forward", (), ()))
+    assert (other.time_s, other.error_s) == (price.time_s, price.time_s * price.error)
+    copy = charge(Task("root.unpack", op, "compute", "dp", "forward0", (), ()))
+    assert copy.time_s == pytest.approx(price.time_s / known.share)
+    assert copy.error_s == pytest.approx(copy.time_s * (price.error + known.error))
 
 
 def two_streams_s(tasks, prices, known):
