@@ -20,7 +20,7 @@ ROOMS = {
     "pages": 6_053,
     "parallel": 3_184,
     "prices": 1_321,
-    "probe": 6_730,
+    "probe": 6_733,
     "reshard": 5_094,
     "search": 2_728,
     "spec": 3_014,
