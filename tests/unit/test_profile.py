@@ -294,6 +294,21 @@ def test_estimates_grow_with_the_work_and_count_compilation_once():
     assert second < effort.COMPILE_S
 
 
+@pytest.mark.parametrize(("size", "calls"), [(2**26, 20), (2**30, 10), (2**31, 4)])
+@pytest.mark.parametrize("regime", ["graph", "pipelined"])
+def test_estimates_of_so_many_iterations_count_the_calls_of_each(size, calls, regime):
+    """The sweep times as many calls as one; a product is one call."""
+    cluster = a_cluster("cuda", 4)
+    reduction = Collective(kind="all_reduce", size_bytes=size, group_size=4)
+    for op, wanted in ((reduction, calls), (Gemm(m=4096, n=4096, k=4096), 1)):
+        once, together = (
+            effort.estimate_s(Case(op=op, regime=each), cluster, iterations=3)
+            - effort.estimate_s(Case(op=op, regime=each), cluster, iterations=2)
+            for each in ("warm", regime)
+        )
+        assert together / once == pytest.approx(wanted)
+
+
 def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
