@@ -19,8 +19,9 @@ from meshwise.models import block_tasks, device_of
 from meshwise.pages import svg
 from meshwise.prices import Datasheet, Prices, roofline_s, shape_op, unmeasured
 from meshwise.prices.datasheet import attainable, of_bytes
+from meshwise.prices.evaluate import NEIGHBOURS, interpolate_utilisation, slower_s
 from meshwise.prices.laws import Floats, KnotTimes, law_s
-from meshwise.prices.measured import MOST_BEYOND, NEIGHBOURS, interpolate_utilisation, slower_s
+from meshwise.prices.measured import MOST_BEYOND
 from meshwise.prices.uneven import RULES, even_bytes
 from meshwise.probe import importers
 from meshwise.probe.cases.sizes import embedding_splits, uneven

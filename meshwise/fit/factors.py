@@ -23,7 +23,7 @@ import numpy as np
 from meshwise.fit.curves import held_out
 from meshwise.models import block_tasks, device_of, saved_block_bytes
 from meshwise.prices import Prices
-from meshwise.prices.measured import other_s, slower_s
+from meshwise.prices.evaluate import other_s, slower_s
 from meshwise.spec import Block, Factor, Sample
 
 _FEWEST = 3  # sizes that tell the host from the device

@@ -317,7 +317,8 @@ def _experts(profile: Profile, models: Models, ep: int) -> Iterator[Block]:
 
 
 def _beside_messages(profile: Profile, models: Models) -> Iterator[Overlap]:
-    """On CPUs work and messages share the cores, so nothing runs beside anything."""
+    """Yield layers beside the messages of their units, on GPUs. On CPUs both share the cores, so
+    nothing runs beside anything."""
     if profile.world_size > 1 and profile.cluster.device.kind == "cuda":
         for model in models:
             size = profile.microbatches(model)[0]
