@@ -96,7 +96,7 @@ Fitted = Curve | Surface | Factor
 
 
 class Placed(Protocol):
-    """An operation in a program (``models.Task``): its stream, and the buffers it reads and writes."""
+    """An operation in a program (``models.Task``), with its stream and the buffers of its data."""
 
     @property
     def op(self) -> Op: ...
