@@ -421,16 +421,16 @@ class Prices:
         half = (max(ratios) / min(ratios) - 1) / 2
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 
-    def saved_ratio(self, block: Block) -> float:
+    def saved_ratio(self, block: Block) -> float | None:
         """Return measured over counted bytes that a block saves for backward, or that it saves
-        where other ranks share it; 1 if neither was measured."""
+        where other ranks share it; None if neither was measured."""
         category = self._key(block).category
         found = self.known.get(category)
         if found is None and (near := self._nearest(block, category)):
             differ = {name for name, _ in {*category} ^ {*near[0]}}
             found = self.known[near[0]] if differ <= DEGREES else None
         if not isinstance(found, Factor) or not found.saved_ratio:
-            return 1.0
+            return None
         return _at_size(found, found.saved_ratio, block)
 
 
