@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_349,
+    "cli": 1_351,
     "engine": 3_224,
     "fit": 1_174,
     "launch": 682,
     "models": 4_733,
     "nn": 1_362,
-    "options": 1_077,
-    "pages": 6_134,
+    "options": 1_084,
+    "pages": 6_217,
     "parallel": 3_184,
     "prices": 1_346,
     "probe": 6_956,
     "reshard": 5_094,
-    "search": 2_742,
-    "spec": 3_076,
+    "search": 2_833,
+    "spec": 3_154,
     "suites": 1_003,
-    "verbs": 4_296,
+    "verbs": 4_324,
     "": 4_243,  # modules beside the rooms
 }
 
