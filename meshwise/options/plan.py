@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, File, Options, Range, SomeLanguageModel, SomeLayout
+from meshwise.options import PYTHON, File, Layouts, Options, Range, SomeLanguageModel, SomeLayout
 from meshwise.options.models import DECODERS, MODELS
 
 _COMPUTED = [name for name in DECODERS if not name.startswith(("gpt-oss", "llama-4"))]
@@ -46,6 +46,11 @@ class PlanOptions(Options):
     (
         'Price this layout instead of searching, JSON or a file of it, for example {"pp": 2, '
         '"dp": 2, "schedule": "1f1b", "num_microbatches": 4}; docs/formats.md lists the fields.'
+    )
+    why_not: Layouts = ()
+    (
+        "Also compare this layout with the plan, JSON or a file of it as for --layout: whether it "
+        "is legal, fits, and in which parts of the step it loses; may be repeated."
     )
     out: File = "plan.json"
     "The file to write."

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwise.fit import off_sheet
 from meshwise.models import num_parameters
+from meshwise.pages import answers
 from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
 from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import (
@@ -54,6 +55,10 @@ DRY_RUN_LEGEND = (
 )
 NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
+SHARED = (
+    "No row ties with 1: intervals overlap, but rows share most errors of prices, and those that "
+    "they do not share are smaller than the difference."
+)
 
 
 _TIERS = {
@@ -206,12 +211,13 @@ def plan(chosen: Plan) -> list[Table]:
     if told.tier == "datasheet" and not chosen.runs:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
-    said = (*_last_row(candidates), *_tight(chosen, candidates))
+    said = (*_last_row(candidates), *_tight(chosen, candidates), *_ties(candidates))
     legend = (*said, LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
         _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
         *warnings(told.notes),
         *filled(_removed(chosen)),
+        *answers.of(chosen),
         parts(chosen),
         *_stages(chosen),
     ]
@@ -229,6 +235,18 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     where = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
     said = f"Tight: the interval of the memory ends above {size} in {where}."
     return (said,) if rows else ()
+
+
+def _ties(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Name the rows whose difference to the first may be nothing but errors of prices."""
+    (_, first), *others = ((candidate.layout, candidate.prediction) for candidate in candidates)
+    rows = [str(row) for row, (_, told) in enumerate(others, 2) if told.ties(first)]
+    tie = f"Row{'s' if len(rows) > 1 else ''} {', '.join(rows)} tie{'s' * (len(rows) == 1)} with 1"
+    if rows:
+        return (f"{tie}: prices that they do not share may be off by more than the difference; "
+                "meshwise run --rivals decides.",)  # fmt: skip
+    overlap = any(told.low_s <= first.high_s for _, told in others)
+    return (SHARED,) * (overlap and bool(first.errors))
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -319,11 +319,14 @@ def _nearest(
     if found is None:
         return None
     layout, rank, peak = found
-    missing = peak.total_bytes - limit
+    missing, reason = peak.total_bytes - limit, shortfall(rank, peak, limit)
+    return Infeasible(layout=layout, missing_bytes=missing, reason=reason)
+
+
+def shortfall(rank: int, peak: Peak, limit: float) -> str:
+    """Say how many bytes a rank lacks, and what most of its memory is."""
     name, size = max(peak.parts.items(), key=lambda part: part[1])
-    return Infeasible(
-        layout=layout,
-        missing_bytes=missing,
-        reason=f"rank {rank} needs {format_bytes(missing)} more; its largest part "
-        f"is {name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})",
+    return (
+        f"rank {rank} needs {format_bytes(peak.total_bytes - limit)} more; its largest part is "
+        f"{name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})"
     )

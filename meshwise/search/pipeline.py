@@ -26,6 +26,7 @@ from meshwise.search.simulate import (
     WEIGHTS,
     Amounts,
     Charge,
+    Errors,
     Live,
     Peak,
     Spent,
@@ -67,12 +68,12 @@ class Timetable(NamedTuple):
 
 class StepTime(NamedTuple):
     """The step time of the rank that ends last. ``parts`` add up to ``time_s``. ``errors``: the
-    possible errors by group of prices."""
+    possible errors, of hidden work too."""
 
     time_s: float
     rank: int
     parts: Amounts
-    errors: Amounts
+    errors: Errors
 
 
 @lru_cache(maxsize=128)
@@ -152,7 +153,7 @@ def step_time(
     ]
     rank = finish.index(max(finish))
 
-    parts, errors = Amounts(), Amounts()
+    parts, errors = Amounts(), Errors()
     done = [(spent[number], count) for number, count in Counter(times.rows[rank].tolist()).items()]
     for cost, count in done + [(stages[stage].optimizer, 1) for stage in held[rank]]:
         add_all(parts, cost.parts, count)
@@ -178,13 +179,14 @@ def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent])
     return clock + max(queued_s, 0.0)
 
 
-def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:
+def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Errors) -> None:
     """Book idle time: as transfer up to the transfer's own time, the rest as pipeline bubble."""
     if idle_s > 0:
         assert came is not None, "a rank waits only for others"
         on_its_way = min(idle_s, came.time_s)
         add(parts, came.part, on_its_way)
-        add(errors, came.group, came.error_s * (on_its_way / came.time_s if on_its_way else 0.0))
+        share = on_its_way / came.time_s if on_its_way else 0.0
+        add(errors, (came.group, came.part), came.error_s * share)
         add(parts, BUBBLE, idle_s - on_its_way)
 
 

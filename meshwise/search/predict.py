@@ -22,7 +22,7 @@ from meshwise.models.decoder import weights
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
-from meshwise.search.pipeline import BUBBLE, peak_memory, step_time, timetable
+from meshwise.search.pipeline import BUBBLE, StepTime, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.spec import (
@@ -56,7 +56,8 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     exchange = _charge(_exchanged(model, layout, costs), EXCHANGE, prices)
     about = (layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
     step = step_time(stages, timetable(*about), hops, exchange)
-    relative = math.hypot(*step.errors.values()) / (step.time_s - step.parts.get(BUBBLE, 0.0))
+    errors = _errors(step)
+    relative = math.hypot(*[sum(of.values()) for of in errors.values()]) / step.time_s
 
     rank, peak = memory_of(model, workload, layout, prices, stage_cost)
     extra = max(stage.unit_bytes for stage in stages)
@@ -69,6 +70,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         low_s=step.time_s * max(0.0, 1 - relative),
         high_s=step.time_s * (1 + relative),
         time_parts=_parts(step.parts, relative),
+        errors=errors,
         peak_memory_bytes=peak.total_bytes,
         memory_low_bytes=max(0.0, peak.total_bytes - extra),
         memory_high_bytes=peak.total_bytes + extra,
@@ -84,6 +86,16 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         notes=(*_for_run(costs, layout), *notes, *where),
         tier=max(prices.tier, *[stage.tier for stage in stages], key=TIERS.index),
     )
+
+
+def _errors(step: StepTime) -> dict[str, dict[str, float]]:
+    """Return the possible errors in seconds, by group of prices and part of the step. The bubble is
+    as far off as the rest."""
+    found: dict[str, dict[str, float]] = {}
+    for (group, part), error_s in step.errors.items():
+        of_all = error_s * step.time_s / (step.time_s - step.parts.get(BUBBLE, 0.0))
+        found.setdefault(group, {})[part] = of_all
+    return found
 
 
 def _of_microbatch(stage: StageCost) -> StageTimes:

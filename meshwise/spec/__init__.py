@@ -1,5 +1,6 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
+from meshwise.spec.answers import Answers, Difference, WhyNot
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -73,6 +74,7 @@ __all__ = [
     "EXPANSION",
     "EXPERT_ALIGNMENT",
     "TIERS",
+    "Answers",
     "AnyModel",
     "Attention",
     "Block",
@@ -88,6 +90,7 @@ __all__ = [
     "Derived",
     "Device",
     "DeviceState",
+    "Difference",
     "Dilation",
     "Elementwise",
     "Experts",
@@ -128,6 +131,7 @@ __all__ = [
     "Tier",
     "Way",
     "WeightLayout",
+    "WhyNot",
     "WideResNet",
     "Workload",
     "case_of",

@@ -5,6 +5,7 @@ all come from the data sheet. So do links between more hosts than were measured.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,17 @@ import msgspec
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
 from meshwise.prices import on_hosts, unmeasured
-from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
+from meshwise.spec import (
+    Answers,
+    AnyModel,
+    Cluster,
+    Costs,
+    Layout,
+    Model,
+    Plan,
+    WideResNet,
+    Workload,
+)
 from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 from meshwise.verbs import files
@@ -42,6 +53,7 @@ def plan(asked: PlanOptions) -> Plan:
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
+    others = [files.record(each, Layout) for each in asked.why_not]
     batch = asked.global_batch_size
     if batch is None and layout is not None:
         batch = layout.batch_size
@@ -62,8 +74,22 @@ def plan(asked: PlanOptions) -> Plan:
         found = search.find(
             chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
         )
+    found = _answered(found, asked, prices, others)
     files.replace(asked.out, found)
     return found
+
+
+def _answered(plan: Plan, asked: PlanOptions, prices: Costs, others: Sequence[Layout]) -> Plan:
+    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``."""
+    from meshwise import search
+
+    answers = Answers(
+        why_not=tuple(
+            search.why_not(plan, prices, layout, measured_only=asked.measured_only)
+            for layout in others
+        ),
+    )
+    return msgspec.structs.replace(plan, answers=answers)
 
 
 def _warn_of_memory(plan: Plan) -> None:

@@ -1,0 +1,51 @@
+"""The answers that ``plan`` gives beside the layout: why not another, what would change it."""
+
+from meshwise.spec.layout import Layout
+from meshwise.spec.record import NonNegativeFloat, Record
+
+
+class Difference(Record, kw_only=True):
+    """One part of a step's time (seconds) or memory (bytes): of the chosen layout, and of a named
+    one. 0 where a layout has no such part."""
+
+    part: str
+    chosen: NonNegativeFloat
+    named: NonNegativeFloat
+
+    @property
+    def more(self) -> float:
+        """The amount that the named layout has more of; negative if less."""
+        return self.named - self.chosen
+
+
+class WhyNot(Record, kw_only=True):
+    """Compares a layout that the user named with the chosen one.
+
+    ``obstacle``: why it cannot be planned at all; "" if it can, and only then the rest is filled.
+    ``misfit``: the rank that needs too much memory, how much, and its largest part; "" if it fits.
+    ``untried``: why the search leaves it out though it is legal, or "".
+    ``error_s``: the possible error of the difference in time (``Prediction.difference_error_s``).
+    ``time``, ``memory``: by part, the largest difference first. Parts add up to the step's time and
+    the peak memory of each layout, so differences add up to the difference of these.
+    """
+
+    layout: Layout
+    obstacle: str = ""
+    misfit: str = ""
+    missing_bytes: NonNegativeFloat = 0.0
+    untried: str = ""
+    step_time_s: NonNegativeFloat = 0.0
+    error_s: NonNegativeFloat = 0.0
+    time: tuple[Difference, ...] = ()
+    memory: tuple[Difference, ...] = ()
+
+    @property
+    def slower_s(self) -> float:
+        """The seconds that a step takes longer than the chosen layout's; negative if shorter."""
+        return sum(of.more for of in self.time)
+
+
+class Answers(Record, kw_only=True):
+    """The answers to what was asked of a plan; empty where nothing was."""
+
+    why_not: tuple[WhyNot, ...] = ()

@@ -1,0 +1,187 @@
+"""The answers of meshwise plan: why not another layout, which rows tie. No torch."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwise
+from meshwise import search, store
+from meshwise.cli import app
+from meshwise.pages import answers as pages
+from meshwise.pages import tables
+from meshwise.prices import unmeasured
+from meshwise.spec import Candidate, Cluster, Layout, Plan
+from meshwise.verbs import files
+
+SMALL = {"cluster": "h100-hgx", "global_batch_size": 32, "seq_len": 256, "top": 3}
+WORDS = "--cluster h100-hgx --global-batch-size 32 --seq-len 256"
+NAMED = Layout(dp=2, tp=4, microbatch_size=16)
+PIPELINE = Layout(pp=4, dp=2, schedule="1f1b", microbatch_size=4, num_microbatches=4)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def main(arguments):
+    with pytest.raises(SystemExit) as ended:
+        app.main(arguments)
+    return ended.value.code
+
+
+def text(found):
+    return json.dumps(found, ensure_ascii=False)
+
+
+def on_sheets(**changes):
+    """Prices of an H100 host by its data sheet, its device changed."""
+    cluster = files.take("h100-hgx", Cluster)
+    device = msgspec.structs.replace(cluster.device, **changes)
+    return unmeasured(msgspec.structs.replace(cluster, device=device))
+
+
+@pytest.mark.parametrize("named", [NAMED, PIPELINE, Layout(dp=8, zero=3, microbatch_size=4)])
+def test_differences_of_parts_add_up_to_that_of_the_steps(named):
+    plan = meshwise.plan("gpt-125m", why_not=named, **SMALL)
+    (why,) = plan.answers.why_not
+    alone = meshwise.plan("gpt-125m", layout=named, out="alone.json", **SMALL).prediction
+    told = plan.prediction
+    assert why.step_time_s == alone.step_time_s and not why.obstacle and not why.misfit
+    due = alone.step_time_s - told.step_time_s
+    assert math.fsum(of.more for of in why.time) == pytest.approx(due, rel=1e-9)
+    due = alone.peak_memory_bytes - told.peak_memory_bytes
+    assert math.fsum(of.more for of in why.memory) == pytest.approx(due, rel=1e-9, abs=1e-3)
+    for parts, chosen, other in (
+        (why.time, told.time_parts, alone.time_parts),
+        (why.memory, told.memory_parts, alone.memory_parts),
+    ):
+        assert {of.part: of.chosen for of in parts if of.chosen} == {
+            p.name: p.value for p in chosen
+        }
+        assert {of.part: of.named for of in parts if of.named} == {p.name: p.value for p in other}
+        sizes = [abs(of.more) for of in parts]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_command_line_shows_and_keeps_why_not(capsys):
+    words = ["plan", "gpt-125m", *WORDS.split()]
+    Path("other.json").write_text('{"dp": 3}')
+    why = ["--why-not", '{"dp": 2, "tp": 4, "microbatch_size": 16}', "--why-not", "other.json"]
+    assert main([*words, *why]) == 0
+    out = capsys.readouterr().out
+    assert "Why not dp2 tp4 mb16x1" in out and "Why not dp3 mb1x1" in out
+    assert re.search(r"mb16x1 loses .* ms: .* ms more tensor-parallel communication, ", out)
+    assert "cannot be planned: it is for 3 devices, and the plan for 8" in out
+    kept = store.read("plan.json", Plan)
+    assert [why.layout for why in kept.answers.why_not] == [NAMED, Layout(dp=3)]
+    assert main(["show", "plan.json"]) == 0 and "Why not dp2 tp4 mb16x1" in capsys.readouterr().out
+    assert main([*words, *why, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)["answers"]["why_not"]
+    assert document[0]["time"][0].keys() == {"part", "chosen", "named"}
+    assert document[1]["obstacle"]
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (Layout(dp=8), r"is 8, and global_batch_size is 32"),
+        (Layout(dp=4, microbatch_size=8), r"it is for 4 devices, and the plan for 8"),
+        (Layout(tp=8, microbatch_size=32), "Layout.tp = 8: must divide heads = 12"),
+        (
+            Layout(pp=2, tp=4, schedule="zbv", stages_per_rank=2, num_microbatches=32),
+            "zbv splits the backward, which compiled code cannot",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_that_cannot_be_says_why(named, reason):
+    plan = meshwise.plan("gpt-125m", why_not=(named,), **SMALL)
+    (why,) = plan.answers.why_not
+    assert reason in why.obstacle and not why.time
+    assert why.obstacle in text(pages.of(plan))
+
+
+def test_a_layout_that_does_not_fit_names_rank_bytes_and_part():
+    """The limit lies one byte below what the layout needs, and the chosen plan fits."""
+    named = Layout(dp=8, microbatch_size=4)
+    plan = meshwise.plan("gpt-125m", layout=named, **SMALL)
+    costs = on_sheets()
+    needed = plan.prediction.peak_memory_bytes
+    memory = int(needed) - 2**20 + costs.cluster.reserved_bytes
+    costs = on_sheets(memory_bytes=memory)
+    small = search.find(plan.model, plan.workload, costs, num_devices=8, top=1)
+    why = search.why_not(small, costs, named)
+    assert why.missing_bytes == pytest.approx(needed - costs.cluster.usable_bytes)
+    largest = max(plan.prediction.memory_parts, key=lambda part: part.value).name
+    assert why.misfit.startswith(f"rank 0 needs 1.0 MiB more; its largest part is {largest}")
+    shown = msgspec.structs.replace(small, answers=meshwise.Answers(why_not=(why,)))
+    assert "It does not fit: rank 0" in text(pages.of(shown))
+
+
+def test_what_the_search_leaves_out_and_what_it_did_not_try():
+    gpipe = msgspec.structs.replace(PIPELINE, schedule="gpipe")
+    plan = meshwise.plan("gpt-125m", why_not=(gpipe,), **SMALL)
+    assert "The search does not try it: gpipe is 1f1b with more memory." in text(pages.of(plan))
+    slow = meshwise.plan("gpt-125m", layout=NAMED, why_not=(plan.layout, NAMED), **SMALL)
+    better, same = pages.of(slow)
+    assert re.search(r"gains .* less tensor-parallel communication, .* more ", text(better))
+    assert "did not try it" not in text(better)  # there was no search
+    assert same.legend[0] == "It is the chosen plan."
+
+
+def test_a_layout_that_is_no_layout_is_refused_before_the_search():
+    with pytest.raises(ValueError, match=r"layout: .*tq"):
+        meshwise.plan("gpt-125m", why_not='{"tq": 8}', **SMALL)
+    assert not Path("plan.json").exists()
+
+
+def told(step_time_s, **errors):
+    plan = meshwise.plan("gpt-125m", layout=NAMED, **SMALL)
+    return msgspec.structs.replace(plan.prediction, step_time_s=step_time_s, errors=errors)
+
+
+def test_only_errors_that_plans_do_not_share_make_ties():
+    """Both multiply as much; one sends 3 ms more by prices of 40 %, and copies 2 ms more of 20 %:
+    hypot(1.2, 0.4) ms."""
+    first = told(0.100, Gemm={"forward": 0.03}, Collective={"dp": 0.0004})
+    other = told(
+        0.101, Gemm={"forward": 0.03}, Collective={"dp": 0.0016}, Elementwise={"copies": 0.0004}
+    )
+    assert first.difference_error_s(other) == pytest.approx(math.hypot(0.0012, 0.0004))
+    assert other.ties(first) and first.ties(other)
+    assert not msgspec.structs.replace(other, step_time_s=0.1013).ties(first)
+    # of another part, prices of one group may be off in either direction
+    moved = msgspec.structs.replace(other, errors={**other.errors, "Collective": {"tp": 0.0016}})
+    assert first.difference_error_s(moved) == pytest.approx(math.hypot(0.002, 0.0004))
+    assert not msgspec.structs.replace(other, errors={}).ties(first)
+
+
+def test_errors_add_up_to_the_interval():
+    for layout in (NAMED, PIPELINE):
+        found = meshwise.plan("gpt-125m", layout=layout, **SMALL).prediction
+        of_groups = [math.fsum(of.values()) for of in found.errors.values()]
+        assert math.hypot(*of_groups) == pytest.approx(found.high_s - found.step_time_s)
+
+
+def test_the_table_names_ties():
+    plan = meshwise.plan("gpt-30m", **SMALL)
+    first = plan.prediction
+
+    def with_rows(*steps):
+        rows = tuple(
+            Candidate(layout=NAMED, prediction=msgspec.structs.replace(
+                first, step_time_s=step_s, low_s=low_s, errors={"Gemm": {"forward": 0.5}}
+            )) for step_s, low_s in steps
+        )  # fmt: skip
+        return text(tables.plan(msgspec.structs.replace(plan, runners_up=rows)))
+
+    near, far = (first.step_time_s + 0.1, 0.0), (first.step_time_s + 9.0, 0.0)
+    assert "Rows 2, 3 tie with 1: prices that they do not share" in with_rows(near, near, far)
+    assert "Row 2 ties with 1" in with_rows(near, far)
+    assert tables.SHARED in with_rows(far)
+    apart = with_rows((far[0], far[0]))
+    assert "tie" not in apart and tables.SHARED not in apart
