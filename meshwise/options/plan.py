@@ -52,5 +52,10 @@ class PlanOptions(Options):
         "Also compare this layout with the plan, JSON or a file of it as for --layout: whether it "
         "is legal, fits, and in which parts of the step it loses; may be repeated."
     )
+    what_if: bool = False
+    (
+        "Also search with 10 GB more memory a device, twice the network, twice the links within a "
+        "host and twice the batch, each alone: what is best then, and how much faster."
+    )
     out: File = "plan.json"
     "The file to write."

@@ -1,15 +1,46 @@
 """Show the answers of a plan: a table for each, and a sentence that says what it comes to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from meshwise.pages.table import ABSENT, Table, percent
-from meshwise.spec import Difference, Plan, WhyNot
-from meshwise.units import format_bytes, format_seconds
+from meshwise.pages.table import ABSENT, Table, filled, listed, percent
+from meshwise.pages.tables import rate_unit
+from meshwise.spec import Difference, Plan, WhatIf, WhyNot
+from meshwise.units import format_bytes, format_count, format_seconds
 
 
 def of(chosen: Plan) -> list[Table]:
-    """Return the tables of a plan's answers. The plan has a prediction."""
-    return [_why_not(chosen, why) for why in chosen.answers.why_not]
+    """Return the tables of a plan's answers; none of a plan without a prediction."""
+    answers = chosen.answers
+    if chosen.prediction is None:
+        return []
+    return [
+        *(_why_not(chosen, why) for why in answers.why_not),
+        *filled(_what_if(chosen, answers.what_if)),
+    ]
+
+
+def _what_if(chosen: Plan, found: Sequence[WhatIf]) -> Table:
+    told = chosen.prediction
+    assert told is not None
+    now = WhatIf(
+        change="none", layout=chosen.layout, step_time_s=told.step_time_s,
+        tokens_per_s=told.tokens_per_s, faster=1.0,
+    )  # fmt: skip
+    return listed(
+        "What would change the answer",
+        (now, *found) if found else (),
+        ("change", "change"),
+        ("best layout", "layout.name"),
+        ("step", lambda one: one.step_time_s or None, format_seconds),
+        (rate_unit(chosen.model), lambda one: one.tokens_per_s or None, format_count),
+        ("faster", lambda one: one.faster - 1 if one.layout and one is not now else None,
+         lambda more: percent(more, sign=True)),
+        legend=(
+            f"Each change alone, searched anew; faster: by {rate_unit(chosen.model)}.",
+            *(f"{one.change}: {one.note}." for one in found if one.note),
+        ),
+        left=2,
+    )  # fmt: skip
 
 
 def _why_not(chosen: Plan, why: WhyNot) -> Table:

@@ -6,7 +6,6 @@ from typing import Any
 
 from meshwise.fit import off_sheet
 from meshwise.models import num_parameters
-from meshwise.pages import answers
 from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
 from meshwise.prices import TOO_NOISY, name_of
 from meshwise.spec import (
@@ -217,7 +216,6 @@ def plan(chosen: Plan) -> list[Table]:
         _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
         *warnings(told.notes),
         *filled(_removed(chosen)),
-        *answers.of(chosen),
         parts(chosen),
         *_stages(chosen),
     ]

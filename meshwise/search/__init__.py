@@ -4,6 +4,7 @@ from meshwise.search.explain import explain
 from meshwise.search.find import find, given
 from meshwise.search.predict import predict
 from meshwise.search.space import check
+from meshwise.search.what_if import what_if
 from meshwise.search.why_not import why_not
 
-__all__ = ["check", "explain", "find", "given", "predict", "why_not"]
+__all__ = ["check", "explain", "find", "given", "predict", "what_if", "why_not"]

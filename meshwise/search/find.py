@@ -42,6 +42,10 @@ from meshwise.units import format_bytes
 log = logging.getLogger("meshwise")
 
 
+class NoLayout(ValueError):
+    """No layout is legal, can be priced, or fits."""
+
+
 class _Progress:
     """Logs a line when a search has been silent for five seconds."""
 
@@ -90,7 +94,7 @@ def find(
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
-        raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
+        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
@@ -101,10 +105,10 @@ def find(
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and nearest is None:
-        raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
+        raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
         assert nearest is not None
-        raise ValueError(
+        raise NoLayout(
             f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
             f"{nearest.layout.name}: {nearest.reason}"
         )

@@ -1,6 +1,6 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
-from meshwise.spec.answers import Answers, Difference, WhyNot
+from meshwise.spec.answers import Answers, Difference, WhatIf, WhyNot
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -131,6 +131,7 @@ __all__ = [
     "Tier",
     "Way",
     "WeightLayout",
+    "WhatIf",
     "WhyNot",
     "WideResNet",
     "Workload",

@@ -45,7 +45,20 @@ class WhyNot(Record, kw_only=True):
         return sum(of.more for of in self.time)
 
 
+class WhatIf(Record, kw_only=True):
+    """The best plan after one ``change``. ``faster``: its tokens per second over the plan's.
+    ``note``: how prices were changed, or why no layout (None) can be planned."""
+
+    change: str
+    note: str = ""
+    layout: Layout | None = None
+    step_time_s: NonNegativeFloat = 0.0
+    tokens_per_s: NonNegativeFloat = 0.0
+    faster: NonNegativeFloat = 0.0
+
+
 class Answers(Record, kw_only=True):
     """The answers to what was asked of a plan; empty where nothing was."""
 
     why_not: tuple[WhyNot, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()

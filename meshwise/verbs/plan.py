@@ -59,6 +59,8 @@ def plan(asked: PlanOptions) -> Plan:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
     if layout is not None:
+        if asked.what_if:
+            raise ValueError("what_if: it searches, and a layout is given; leave one of them out")
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
                 f"gpus = {asked.gpus}: the layout is for {layout.num_devices} devices; leave gpus "
@@ -88,6 +90,9 @@ def _answered(plan: Plan, asked: PlanOptions, prices: Costs, others: Sequence[La
             search.why_not(plan, prices, layout, measured_only=asked.measured_only)
             for layout in others
         ),
+        what_if=search.what_if(plan, prices, top=asked.top, measured_only=asked.measured_only)
+        if asked.what_if
+        else (),
     )
     return msgspec.structs.replace(plan, answers=answers)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,15 @@ from meshwise import search, store
 from meshwise.cli import app
 from meshwise.pages import answers as pages
 from meshwise.pages import tables
-from meshwise.prices import unmeasured
-from meshwise.spec import Candidate, Cluster, Layout, Plan
+from meshwise.prices import times_of, unmeasured
+from meshwise.search.find import NoLayout
+from meshwise.search.what_if import changes, halved
+from meshwise.spec import Candidate, Cluster, Collective, Layout, Plan
+from meshwise.spec.costs import HeldOut, Law
 from meshwise.verbs import files
+from tests import sample_records as known
 
+EXACT = HeldOut(median=0.0, p90=0.0, num_points=5)
 SMALL = {"cluster": "h100-hgx", "global_batch_size": 32, "seq_len": 256, "top": 3}
 WORDS = "--cluster h100-hgx --global-batch-size 32 --seq-len 256"
 NAMED = Layout(dp=2, tp=4, microbatch_size=16)
@@ -185,3 +191,113 @@ def test_the_table_names_ties():
     assert tables.SHARED in with_rows(far)
     apart = with_rows((far[0], far[0]))
     assert "tie" not in apart and tables.SHARED not in apart
+
+
+def two_small_hosts():
+    """Two hosts of two H100, by their data sheet."""
+    cluster = files.take("h100-hgx", Cluster)
+    inside, network = cluster.tiers
+    tiers = (
+        msgspec.structs.replace(inside, num_devices=2),
+        msgspec.structs.replace(network, num_devices=4),
+    )
+    return msgspec.structs.replace(
+        cluster, name="mine", num_hosts=2, num_devices_per_host=2, tiers=tiers
+    )
+
+
+def with_rates(cluster, inside=1, network=1):
+    tiers = [
+        msgspec.structs.replace(tier, bytes_per_s=tier.bytes_per_s * factor)
+        for tier, factor in zip(cluster.tiers, (inside, network), strict=True)
+    ]
+    return msgspec.structs.replace(cluster, tiers=tuple(tiers))
+
+
+def test_what_if_equals_a_search_on_the_changed_cluster():
+    cluster = two_small_hosts()
+    store.write("mine.toml", cluster)
+    asked = SMALL | {"cluster": "mine.toml"}
+    plan = meshwise.plan("gpt-125m", what_if=True, **asked)
+    assert plan == msgspec.structs.replace(
+        meshwise.plan("gpt-125m", out="plain.json", **asked), answers=plan.answers
+    )
+    device = msgspec.structs.replace(
+        cluster.device, memory_bytes=cluster.device.memory_bytes + 10_000_000_000
+    )
+    changed = {
+        "10 GB more memory a device": msgspec.structs.replace(cluster, device=device),
+        "twice the network between hosts": with_rates(cluster, network=2),
+        "twice the links within a host": with_rates(cluster, inside=2),
+        "twice the batch": cluster,
+    }
+    assert [one.change for one in plan.answers.what_if] == list(changed)
+    for one in plan.answers.what_if:
+        store.write("changed.toml", changed[one.change])
+        batch = 64 if "batch" in one.change else 32
+        more = asked | {"cluster": "changed.toml", "global_batch_size": batch}
+        fresh = meshwise.plan("gpt-125m", out="fresh.json", **more)
+        assert one.layout == fresh.layout
+        assert one.step_time_s == fresh.prediction.step_time_s
+        ratio = fresh.prediction.tokens_per_s / plan.prediction.tokens_per_s
+        assert one.faster == pytest.approx(ratio)
+    shown = text(pages.of(plan))
+    assert "twice the network between hosts: the data sheet's rate is doubled." in shown
+
+
+def test_links_that_no_device_uses_are_not_changed():
+    one = meshwise.plan("gpt-30m", gpus=1, what_if=True, **SMALL)
+    assert [of.change for of in one.answers.what_if] == [
+        "10 GB more memory a device", "twice the batch",
+    ]  # fmt: skip
+
+
+def test_faster_links_leave_the_launch_of_measured_collectives():
+    """20 us of launch stay, and the rest is halved, also beyond the largest size; of other links
+    nothing changes."""
+    sent = {"kind": "all_reduce", "size_bytes": 2**20, "group_size": 2}
+    inside, across = (
+        known.curve(Collective(**sent, group_stride=stride), 20e-6, 100e9) for stride in (1, 2)
+    )
+    costs = msgspec.structs.replace(unmeasured(two_small_hosts()), curves=(inside, across))
+    plan = search.given(known.MODEL, known.WORKLOAD, costs, Layout(dp=4, microbatch_size=2))
+    found = {change.name: change for change in changes(plan, costs)}
+    changed = found["twice the network between hosts"]
+    assert changed.costs.curves[0] == inside
+    assert changed.note.startswith("1 measured curves take half of what they took beyond")
+    launch_s = across.time_s[0]
+    old, new = times_of(across), times_of(changed.costs.curves[1])
+    for x in (*across.x_bytes, 16 * across.x_bytes[-1]):
+        assert new(x) - launch_s == pytest.approx((old(x) - launch_s) / 2)
+    assert found["twice the links within a host"].costs.curves[1] == across
+
+
+def test_a_sigmoid_is_halved_through_its_knots():
+    law = Law(parameters=(10.0, 20.0, 1e11, 2e-5, 1.0, 15.0, 1.0, 1.0, 1.0), held_out=EXACT)
+    like = Collective(kind="all_reduce", size_bytes=2**20, group_size=2)
+    curve = msgspec.structs.replace(
+        known.curve(like, 20e-6, 100e9), law="sigmoid", laws={"sigmoid": law}
+    )
+    half = halved(curve)
+    assert half.held_out == EXACT
+    assert times_of(half)(curve.x_bytes[-1]) == pytest.approx(half.time_s[-1])
+
+
+def test_a_change_that_leaves_no_layout_says_why(monkeypatch):
+    plan = meshwise.plan("gpt-30m", **SMALL)
+
+    def none(*_, **__):
+        raise NoLayout("no layout of 8 devices is legal: none")
+
+    monkeypatch.setattr(sys.modules["meshwise.search.what_if"], "find", none)
+    found = search.what_if(plan, on_sheets(), top=1)
+    assert {(one.layout, one.note) for one in found} == {
+        (None, "no layout of 8 devices is legal: none")
+    }
+    shown = msgspec.structs.replace(plan, answers=meshwise.Answers(what_if=found))
+    assert "twice the batch: no layout of 8 devices is legal" in text(pages.of(shown))
+
+
+def test_what_if_needs_a_search():
+    with pytest.raises(ValueError, match="what_if: it searches, and a layout is given"):
+        meshwise.plan("gpt-125m", layout=NAMED, what_if=True, **SMALL)
