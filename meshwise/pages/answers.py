@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from meshwise.pages.table import ABSENT, Table, filled, listed, percent
-from meshwise.pages.tables import rate_unit
-from meshwise.spec import Difference, Plan, WhatIf, WhyNot
+from meshwise.pages.table import ABSENT, Column, Table, filled, listed, percent
+from meshwise.pages.tables import batch, rate_unit
+from meshwise.spec import DeviceCount, Difference, Plan, WhatIf, WhyNot
 from meshwise.units import format_bytes, format_count, format_seconds
 
 
@@ -15,8 +15,80 @@ def of(chosen: Plan) -> list[Table]:
         return []
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
-        *filled(_what_if(chosen, answers.what_if)),
+        *filled(_what_if(chosen, answers.what_if), _sizes(chosen), _bills(chosen)),
     ]
+
+
+def _sizes(chosen: Plan) -> Table:
+    """Show the best plan of each count of devices, and what ``tokens`` take on it."""
+    answers, workload = chosen.answers, chosen.workload
+
+    def seconds(one: DeviceCount) -> float | None:
+        return one.seconds(answers.tokens, workload) if answers.tokens and one.layout else None
+
+    def high(one: DeviceCount) -> float | None:
+        return (seconds(one) or 0.0) * one.high_s / one.step_time_s if one.layout else None
+
+    def hours(one: DeviceCount) -> float | None:
+        return (seconds(one) or 0.0) * one.num_devices / 3600 if one.layout else None
+
+    of_all: tuple[Column, ...] = (
+        (f"{format_count(answers.tokens or 0)} {_unit(chosen)} take", seconds, format_seconds),
+        ("at most", high, format_seconds),
+        ("device hours", hours, _amount),
+    )
+    lacking = (f"{one.num_devices}: {one.note}." for one in answers.sizes if one.note)
+    mine = next((one for one in answers.sizes if one.layout == chosen.layout), None)
+    late_s = high(mine) if mine else None
+    late = ""
+    if answers.deadline_s and late_s and late_s > answers.deadline_s:
+        late = "The plan's interval ends behind the deadline: it is met as predicted, not surely."
+    size = batch(chosen.model, workload)
+    return listed(
+        "How many devices",
+        answers.sizes,
+        ("devices", lambda one: f"{one.num_devices}{' <' * (one is mine)}"),
+        ("best layout", "layout.name"),
+        ("step", lambda one: one.step_time_s or None, format_seconds),
+        *(of_all if answers.tokens else ()),
+        legend=(
+            *lacking,
+            f"<: the plan. Every count has the same batch, {size}.",
+            *filter(None, [late]),
+        ),
+        left=2,
+    )
+
+
+def _amount(number: float) -> str:
+    """Show 0.02157, 862.7 and 2,157."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _unit(chosen: Plan) -> str:
+    """Name what the model is trained on: tokens or images."""
+    return rate_unit(chosen.model).removesuffix("/s")
+
+
+def _bills(chosen: Plan) -> Table:
+    told, bills = chosen.prediction, chosen.answers.bills
+    assert told is not None
+    most = percent(told.high_s / told.step_time_s - 1, sign=True)
+    rates: list[Column] = []
+    if any(one.dollars is not None for one in bills):
+        rates.append(("dollars", "dollars", _amount))
+    if any(one.kwh is not None for one in bills):
+        rates.append(("kWh", "kwh", _amount))
+    return listed(
+        f"What training takes on {chosen.layout.num_devices} devices",
+        bills,
+        (_unit(chosen), "tokens", format_count),
+        ("time", "seconds", format_seconds),
+        ("device hours", "device_hours", _amount),
+        *rates,
+        legend=(f"Of steps alone, by the predicted time; all may be up to {most}.",),
+        left=0,
+    )
 
 
 def _what_if(chosen: Plan, found: Sequence[WhatIf]) -> Table:

@@ -1,6 +1,6 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
-from meshwise.spec.answers import Answers, Difference, WhatIf, WhyNot
+from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, WhatIf, WhyNot
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -77,6 +77,7 @@ __all__ = [
     "Answers",
     "AnyModel",
     "Attention",
+    "Bill",
     "Block",
     "Candidate",
     "Case",
@@ -89,6 +90,7 @@ __all__ = [
     "Decoder",
     "Derived",
     "Device",
+    "DeviceCount",
     "DeviceState",
     "Difference",
     "Dilation",

@@ -1,7 +1,7 @@
 """The answers that ``plan`` gives beside the layout: why not another, what would change it."""
 
-from meshwise.spec.layout import Layout
-from meshwise.spec.record import NonNegativeFloat, Record
+from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Record
 
 
 class Difference(Record, kw_only=True):
@@ -57,8 +57,39 @@ class WhatIf(Record, kw_only=True):
     faster: NonNegativeFloat = 0.0
 
 
+class DeviceCount(Record, kw_only=True):
+    """The best layout on so many devices, with the upper end of its step time's interval; None, and
+    the reason in ``note``, if there is none."""
+
+    num_devices: Positive
+    layout: Layout | None = None
+    step_time_s: NonNegativeFloat = 0.0
+    high_s: NonNegativeFloat = 0.0
+    note: str = ""
+
+    def seconds(self, tokens: float, workload: Workload) -> float:
+        """Return the time of so many tokens, or images."""
+        return tokens / workload.tokens * self.step_time_s
+
+
+class Bill(Record, kw_only=True):
+    """The predicted time, device hours, money and energy (kilowatt hours) of so many tokens, or
+    images. None where the user gave no rate."""
+
+    tokens: PositiveFloat
+    seconds: NonNegativeFloat
+    device_hours: NonNegativeFloat
+    dollars: NonNegativeFloat | None = None
+    kwh: NonNegativeFloat | None = None
+
+
 class Answers(Record, kw_only=True):
-    """The answers to what was asked of a plan; empty where nothing was."""
+    """The answers to what was asked of a plan; empty where nothing was. ``bills``: of a
+    million tokens, and of all ``tokens`` (or images) of the training."""
 
     why_not: tuple[WhyNot, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
+    sizes: tuple[DeviceCount, ...] = ()
+    tokens: PositiveFloat | None = None
+    deadline_s: PositiveFloat | None = None
+    bills: tuple[Bill, ...] = ()

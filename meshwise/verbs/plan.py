@@ -18,6 +18,7 @@ from meshwise.spec import (
     AnyModel,
     Cluster,
     Costs,
+    DeviceCount,
     Layout,
     Model,
     Plan,
@@ -58,9 +59,8 @@ def plan(asked: PlanOptions) -> Plan:
     if batch is None and layout is not None:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
+    sizes: tuple[DeviceCount, ...] = ()
     if layout is not None:
-        if asked.what_if:
-            raise ValueError("what_if: it searches, and a layout is given; leave one of them out")
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
                 f"gpus = {asked.gpus}: the layout is for {layout.num_devices} devices; leave gpus "
@@ -72,17 +72,42 @@ def plan(asked: PlanOptions) -> Plan:
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
         _warn_of_memory(found)
     else:
-        size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
-        found = search.find(
-            chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
-        )
-    found = _answered(found, asked, prices, others)
+        found, sizes = _searched(chosen, workload, prices, asked)
+    found = _answered(found, asked, prices, others, sizes)
     files.replace(asked.out, found)
     return found
 
 
-def _answered(plan: Plan, asked: PlanOptions, prices: Costs, others: Sequence[Layout]) -> Plan:
-    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``."""
+def _searched(
+    model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions
+) -> tuple[Plan, tuple[DeviceCount, ...]]:
+    """Return the best plan, and the counts of devices that were tried if none was given."""
+    from meshwise import search
+
+    top, measured_only = asked.top, asked.measured_only
+    if asked.fewest:
+        return search.fewest(model, workload, prices, top=top, measured_only=measured_only)
+    if asked.deadline_s is not None and asked.num_tokens is not None:
+        return search.cheapest(
+            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s,
+            top=top, measured_only=measured_only,
+        )  # fmt: skip
+    size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
+    found = search.find(
+        model, workload, prices, num_devices=size, top=top, measured_only=measured_only
+    )
+    return found, ()
+
+
+def _answered(
+    plan: Plan,
+    asked: PlanOptions,
+    prices: Costs,
+    others: Sequence[Layout],
+    sizes: tuple[DeviceCount, ...],
+) -> Plan:
+    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``; ``sizes``:
+    the counts of devices tried."""
     from meshwise import search
 
     answers = Answers(
@@ -93,6 +118,13 @@ def _answered(plan: Plan, asked: PlanOptions, prices: Costs, others: Sequence[La
         what_if=search.what_if(plan, prices, top=asked.top, measured_only=asked.measured_only)
         if asked.what_if
         else (),
+        sizes=sizes,
+        tokens=asked.num_tokens,
+        deadline_s=asked.deadline_s,
+        bills=tuple(
+            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts)
+            for tokens in asked.billed
+        ),
     )
     return msgspec.structs.replace(plan, answers=answers)
 

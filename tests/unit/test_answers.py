@@ -12,10 +12,12 @@ import pytest
 import meshwise
 from meshwise import search, store
 from meshwise.cli import app
+from meshwise.models import num_parameters
 from meshwise.pages import answers as pages
 from meshwise.pages import tables
 from meshwise.prices import times_of, unmeasured
 from meshwise.search.find import NoLayout
+from meshwise.search.sizes import counts
 from meshwise.search.what_if import changes, halved
 from meshwise.spec import Candidate, Cluster, Collective, Layout, Plan
 from meshwise.spec.costs import HeldOut, Law
@@ -301,3 +303,119 @@ def test_a_change_that_leaves_no_layout_says_why(monkeypatch):
 def test_what_if_needs_a_search():
     with pytest.raises(ValueError, match="what_if: it searches, and a layout is given"):
         meshwise.plan("gpt-125m", layout=NAMED, what_if=True, **SMALL)
+
+
+def of_hosts(num_hosts, per_host, memory_bytes=80 * 2**30):
+    """H100 hosts of another size, whose devices have other memory, in mine.toml."""
+    cluster = files.take("h100-hgx", Cluster)
+    tiers = [
+        msgspec.structs.replace(tier, num_devices=reach)
+        for tier, reach in zip(cluster.tiers, (per_host, num_hosts * per_host), strict=True)
+    ]
+    device = msgspec.structs.replace(cluster.device, memory_bytes=memory_bytes)
+    made = msgspec.structs.replace(
+        cluster, name="mine", num_hosts=num_hosts, num_devices_per_host=per_host, device=device,
+        tiers=tuple(tiers),
+    )  # fmt: skip
+    store.write("mine.toml", made)
+    return made
+
+
+def test_counts_divide_a_host_or_are_whole_hosts():
+    assert counts(of_hosts(3, 6)) == [1, 2, 3, 6, 12, 18]
+    assert counts(of_hosts(2, 8)) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("gib", [3.4, 3.8, 4.6, 6, 40])
+def test_the_fewest_devices_by_brute_force(gib):
+    cluster = of_hosts(2, 4, int(gib * 2**30))
+    asked = SMALL | {"cluster": "mine.toml"}
+    alone, lacking = {}, {}
+    for count in (1, 2, 4, 8):
+        try:
+            alone[count] = meshwise.plan("gpt-125m", gpus=count, out="one.json", **asked)
+        except ValueError as error:
+            lacking[count] = str(error)
+            assert "fits" in lacking[count]
+    if not alone:
+        with pytest.raises(ValueError, match="cluster 'mine': give more hosts with --hosts"):
+            meshwise.plan("gpt-125m", fewest=True, **asked)
+        return
+    plan = meshwise.plan("gpt-125m", fewest=True, **asked)
+    due = min(alone)
+    assert plan == msgspec.structs.replace(alone[due], answers=plan.answers)
+    *less, last = plan.answers.sizes
+    assert [size.num_devices for size in less] == [count for count in (1, 2, 4, 8) if count < due]
+    states = 12 * num_parameters(plan.model)
+    for size in less:  # those that states alone rule out were not searched
+        ruled_out = states > size.num_devices * cluster.usable_bytes
+        assert ("its states alone" in size.note) == ruled_out
+        assert ruled_out or size.note == lacking[size.num_devices]
+    assert last.layout == plan.layout and last.step_time_s == plan.prediction.step_time_s
+    shown = text(pages.of(plan))
+    assert f'"{due} <", "{plan.layout.name}"' in shown and all(one.note in shown for one in less)
+
+
+def test_the_cheapest_count_that_meets_a_deadline():
+    of_hosts(2, 4)
+    asked = SMALL | {"cluster": "mine.toml"}
+    tokens = 10e9
+    alone = {
+        count: meshwise.plan("gpt-125m", gpus=count, out="one.json", **asked)
+        for count in (1, 2, 4, 8)
+    }
+    seconds = {count: tokens / plan.prediction.tokens_per_s for count, plan in alone.items()}
+    for deadline in (1.01 * seconds[1], 1.01 * seconds[4], 1.01 * seconds[8]):
+        plan = meshwise.plan("gpt-125m", deadline=deadline, tokens="10B", **asked)
+        in_time = [count for count in seconds if seconds[count] <= deadline]
+        due = min(in_time, key=lambda count: count * seconds[count])
+        assert plan == msgspec.structs.replace(alone[due], answers=plan.answers)
+        assert [size.num_devices for size in plan.answers.sizes] == [1, 2, 4, 8]
+        shown = text(pages.of(plan))
+        assert "10.0 B tokens take" in shown and "it is met as predicted, not surely" in shown
+    least = min(seconds, key=seconds.get)
+    with pytest.raises(ValueError, match=f"10.0 B tokens take .* on {least} device"):
+        meshwise.plan("gpt-125m", deadline=0.9 * seconds[least], tokens="10B", **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fewest": True, "gpus": 4}, "gpus = 4: fewest chooses how many"),
+        ({"fewest": True, "layout": NAMED}, "fewest: it searches, and a layout is given"),
+        ({"deadline": "10d"}, "deadline = '10d': say for how many tokens, as 300B"),
+        ({"deadline": "10d", "tokens": "1B", "gpus": 8}, "gpus = 8: deadline chooses how many"),
+        ({"deadline": "10d", "tokens": "1B", "fewest": True}, "leave it out, or fewest"),
+        (
+            {"deadline": "soon", "tokens": "1B"},
+            "deadline = 'soon' is not|'soon': is not understood",
+        ),
+        ({"tokens": "many"}, "tokens = 'many': is not understood; write it like 300B or 15T"),
+        ({"tokens": 0}, "tokens = 0: must be > 0, as 300B"),
+        ({"watts": -700.0}, "watts = -700.0: must be > 0"),
+        ({"price_per_gpu_hour": 0}, "price_per_gpu_hour = 0: must be > 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        meshwise.plan("gpt-125m", **options, **SMALL)
+
+
+def test_money_and_energy_by_hand():
+    """8 devices at 2.50 dollars an hour and 700 W."""
+    asked = {"tokens": "300B", "price_per_gpu_hour": 2.5, "watts": 700}
+    plan = meshwise.plan("gpt-125m", **asked, **SMALL)
+    some, whole = plan.answers.bills
+    rate = 32 * 256 / plan.prediction.step_time_s
+    assert some.tokens == 1e6 and some.seconds == pytest.approx(1e6 / rate)
+    assert whole.device_hours == pytest.approx(8 * 300e9 / rate / 3600)
+    assert whole.dollars == pytest.approx(2.5 * 8 * 300e9 / rate / 3600)
+    assert whole.kwh == pytest.approx(0.7 * 8 * 300e9 / rate / 3600)
+    shown = text(pages.of(plan))
+    assert "What training takes on 8 devices" in shown and "300 B" in shown and "kWh" in shown
+
+
+def test_no_rate_is_invented():
+    assert meshwise.plan("gpt-125m", **SMALL).answers == meshwise.Answers()
+    (some,) = meshwise.plan("gpt-125m", watts=700.0, **SMALL).answers.bills
+    assert some.dollars is None and some.kwh > 0
