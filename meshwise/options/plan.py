@@ -81,6 +81,8 @@ class PlanOptions(Options):
     "Dollars of a device hour: what the plan costs for a million tokens, and for --tokens."
     watts: float | None = None
     "Power of a device with all that it needs: the energy likewise."
+    trace: File | None = None
+    "Also write the predicted step of every rank here, for ui.perfetto.dev."
     out: File = "plan.json"
     "The file to write."
 

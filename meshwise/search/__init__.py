@@ -6,10 +6,11 @@ from meshwise.search.find import find, given
 from meshwise.search.predict import predict
 from meshwise.search.sizes import cheapest, fewest
 from meshwise.search.space import check
+from meshwise.search.spans import spans
 from meshwise.search.what_if import what_if
 from meshwise.search.why_not import why_not
 
 __all__ = [
-    "bill", "cheapest", "check", "explain", "fewest", "find", "given", "predict", "what_if",
-    "why_not",
+    "bill", "cheapest", "check", "explain", "fewest", "find", "given", "predict", "spans",
+    "what_if", "why_not",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from meshwise import timeline
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
 from meshwise.prices import on_hosts, unmeasured
@@ -75,6 +76,9 @@ def plan(asked: PlanOptions) -> Plan:
         found, sizes = _searched(chosen, workload, prices, asked)
     found = _answered(found, asked, prices, others, sizes)
     files.replace(asked.out, found)
+    if asked.trace is not None:
+        spans = search.spans(found, prices, measured_only=measured_only)
+        log.info("wrote %s", timeline.write(Path(asked.trace), found.layout, spans))
     return found
 
 

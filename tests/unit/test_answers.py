@@ -1,5 +1,6 @@
 """The answers of meshwise plan: why not another layout, which rows tie. No torch."""
 
+import itertools
 import json
 import math
 import re
@@ -12,14 +13,14 @@ import pytest
 import meshwise
 from meshwise import search, store
 from meshwise.cli import app
-from meshwise.models import num_parameters
+from meshwise.models import catalogue, num_parameters
 from meshwise.pages import answers as pages
 from meshwise.pages import tables
 from meshwise.prices import times_of, unmeasured
 from meshwise.search.find import NoLayout
 from meshwise.search.sizes import counts
 from meshwise.search.what_if import changes, halved
-from meshwise.spec import Candidate, Cluster, Collective, Layout, Plan
+from meshwise.spec import Candidate, Cluster, Collective, Layout, Plan, Workload
 from meshwise.spec.costs import HeldOut, Law
 from meshwise.verbs import files
 from tests import sample_records as known
@@ -34,6 +35,10 @@ PIPELINE = Layout(pp=4, dp=2, schedule="1f1b", microbatch_size=4, num_microbatch
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def known_gpt():
+    return catalogue.find_any("gpt-125m")
 
 
 def main(arguments):
@@ -419,3 +424,77 @@ def test_no_rate_is_invented():
     assert meshwise.plan("gpt-125m", **SMALL).answers == meshwise.Answers()
     (some,) = meshwise.plan("gpt-125m", watts=700.0, **SMALL).answers.bills
     assert some.dollars is None and some.kwh > 0
+
+
+TRACED = {
+    "1f1b": Layout(
+        pp=2, dp=2, tp=2, schedule="1f1b", zero=2, microbatch_size=4, num_microbatches=4
+    ),
+    "interleaved": Layout(
+        pp=2, dp=4, schedule="interleaved_1f1b", stages_per_rank=2, microbatch_size=2,
+        num_microbatches=4,
+    ),
+    "no pipeline": Layout(dp=8, zero=3, num_microbatches=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", TRACED.values(), ids=TRACED)
+def test_the_trace_is_one_that_perfetto_opens(layout):
+    """The rules of the Trace Event Format: complete events have name, ph, ts, dur, pid and tid;
+    metadata names every process and thread; slices of a thread do not overlap."""
+    plan = meshwise.plan("gpt-125m", layout=layout, trace="t.json", **SMALL)
+    document = json.loads(Path("t.json").read_text())
+    assert document["displayTimeUnit"] == "ms"
+    names = [event for event in document["traceEvents"] if event["ph"] == "M"]
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(names) + len(slices) == len(document["traceEvents"])
+    threads = {}
+    for event in slices:
+        assert event.keys() == {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}
+        assert isinstance(event["name"], str) and event["ts"] >= 0 and event["dur"] > 0
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for mine in threads.values():
+        ends = [event["ts"] + event["dur"] for event in mine]
+        starts = [event["ts"] for event in mine]
+        assert all(end <= start + 1e-6 for end, start in zip(ends, starts[1:], strict=False))
+    named = {(one["pid"], one["tid"]) for one in names if one["name"] == "thread_name"}
+    assert named == threads.keys()
+    assert {one["pid"] for one in names if one["name"] == "process_name"} == set(range(layout.pp))
+    end = max(event["ts"] + event["dur"] for event in slices)
+    assert end / 1e6 == pytest.approx(plan.prediction.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", TRACED.values(), ids=TRACED)
+def test_drawn_actions_wait_for_their_messages(layout):
+    plan = search.given(
+        known_gpt(), Workload(global_batch_size=32, seq_len=256), on_sheets(), layout
+    )
+    drawn = search.spans(plan, on_sheets())
+    action = re.compile(r"([FB]) (\d+)\.(\d+)")
+    actions = {
+        (kind, int(stage), int(number)): (one.start_s, one.end_s)
+        for one in drawn
+        if one.stream == "compute" and (found := action.fullmatch(one.name))
+        for kind, stage, number in [found.groups()]
+    }
+    every = itertools.product("FB", range(layout.num_stages), range(layout.num_microbatches))
+    assert actions.keys() == set(every)
+    sent = 0
+    for one in drawn:
+        if found := re.fullmatch(r"([FB]) (\d+)\.(\d+) to stage (\d+)", one.name):
+            kind, stage, number, there = found[1], *map(int, found.groups()[1:])
+            assert one.start_s == actions[kind, stage, number][1]
+            assert one.end_s <= actions[kind, there, number][0] + 1e-9
+            sent += 1
+    across = layout.num_stages - 1
+    assert sent == 2 * across * layout.num_microbatches
+    parts = {part.name: part.value for part in plan.prediction.time_parts}
+    ends = {}
+    for one in drawn:
+        ends[one.rank] = max(ends.get(one.rank, 0.0), one.end_s)
+    last = max(ends, key=ends.get)
+    exposed = [one for one in drawn if one.rank == last and "-parallel comm" in one.name]
+    told = sum(size for name, size in parts.items() if "-parallel communication" in name
+               and not name.startswith("work slowed"))  # fmt: skip
+    assert sum(one.end_s - one.start_s for one in exposed) == pytest.approx(told)
