@@ -73,7 +73,7 @@ def _unit(chosen: Plan) -> str:
 def _bills(chosen: Plan) -> Table:
     told, bills = chosen.prediction, chosen.answers.bills
     assert told is not None
-    most = percent(told.high_s / told.step_time_s - 1, sign=True)
+    most = percent(told.high_s / told.step_time_s - 1)
     rates: list[Column] = []
     if any(one.dollars is not None for one in bills):
         rates.append(("dollars", "dollars", _amount))
@@ -86,7 +86,7 @@ def _bills(chosen: Plan) -> Table:
         ("time", "seconds", format_seconds),
         ("device hours", "device_hours", _amount),
         *rates,
-        legend=(f"Of steps alone, by the predicted time; all may be up to {most}.",),
+        legend=(f"Of steps alone, by the predicted time; it may be up to {most} more.",),
         left=0,
     )
 

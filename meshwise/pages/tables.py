@@ -54,6 +54,10 @@ DRY_RUN_LEGEND = (
 )
 NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
+UNSURE = (
+    "prices that they do not share may be off by more than the difference; "
+    "meshwise run --rivals decides."
+)
 SHARED = (
     "No row ties with 1: intervals overlap, but rows share most errors of prices, and those that "
     "they do not share are smaller than the difference."
@@ -237,14 +241,14 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 def _ties(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """Name the rows whose difference to the first may be nothing but errors of prices."""
-    (_, first), *others = ((candidate.layout, candidate.prediction) for candidate in candidates)
-    rows = [str(row) for row, (_, told) in enumerate(others, 2) if told.ties(first)]
-    tie = f"Row{'s' if len(rows) > 1 else ''} {', '.join(rows)} tie{'s' * (len(rows) == 1)} with 1"
+    first, *others = candidates
+    rows = [str(row) for row, other in enumerate(others, 2) if other.ties]
     if rows:
-        return (f"{tie}: prices that they do not share may be off by more than the difference; "
-                "meshwise run --rivals decides.",)  # fmt: skip
-    overlap = any(told.low_s <= first.high_s for _, told in others)
-    return (SHARED,) * (overlap and bool(first.errors))
+        tie = f"Rows {', '.join(rows)} tie" if len(rows) > 1 else f"Row {rows[0]} ties"
+        return (f"{tie} with 1: {UNSURE}",)
+    told = first.prediction
+    overlap = any(other.prediction.low_s <= told.high_s for other in others)
+    return (SHARED,) * (overlap and bool(told.errors))
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:

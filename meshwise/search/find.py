@@ -121,7 +121,10 @@ def find(
     best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
-        runners_up=tuple(others),
+        runners_up=tuple(
+            msgspec.structs.replace(other, ties=other.prediction.ties(best.prediction))
+            for other in others
+        ),
         removed=tuple(removed),
         nearest_infeasible=nearest,
         num_considered=num_considered,

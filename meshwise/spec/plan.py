@@ -94,8 +94,11 @@ class Prediction(Record, kw_only=True):
 
 
 class Candidate(Record, kw_only=True):
+    """A layout and its cost. ``ties``: with the chosen one (``Prediction.ties``)."""
+
     layout: Layout
     prediction: Prediction
+    ties: bool = False
 
 
 class Removal(Record, kw_only=True):

@@ -7,15 +7,16 @@ import re
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import meshwise
 from meshwise import search, store
 from meshwise.cli import app
 from meshwise.models import catalogue, num_parameters
 from meshwise.pages import answers as pages
-from meshwise.pages import tables
+from meshwise.pages import html, tables
+from meshwise.pages.html import Contents
 from meshwise.prices import times_of, unmeasured
 from meshwise.search.find import NoLayout
 from meshwise.search.sizes import counts
@@ -54,8 +55,8 @@ def text(found):
 def on_sheets(**changes):
     """Prices of an H100 host by its data sheet, its device changed."""
     cluster = files.take("h100-hgx", Cluster)
-    device = msgspec.structs.replace(cluster.device, **changes)
-    return unmeasured(msgspec.structs.replace(cluster, device=device))
+    device = replace(cluster.device, **changes)
+    return unmeasured(replace(cluster, device=device))
 
 
 @pytest.mark.parametrize("named", [NAMED, PIPELINE, Layout(dp=8, zero=3, microbatch_size=4)])
@@ -131,12 +132,12 @@ def test_a_layout_that_does_not_fit_names_rank_bytes_and_part():
     assert why.missing_bytes == pytest.approx(needed - costs.cluster.usable_bytes)
     largest = max(plan.prediction.memory_parts, key=lambda part: part.value).name
     assert why.misfit.startswith(f"rank 0 needs 1.0 MiB more; its largest part is {largest}")
-    shown = msgspec.structs.replace(small, answers=meshwise.Answers(why_not=(why,)))
+    shown = replace(small, answers=meshwise.Answers(why_not=(why,)))
     assert "It does not fit: rank 0" in text(pages.of(shown))
 
 
 def test_what_the_search_leaves_out_and_what_it_did_not_try():
-    gpipe = msgspec.structs.replace(PIPELINE, schedule="gpipe")
+    gpipe = replace(PIPELINE, schedule="gpipe")
     plan = meshwise.plan("gpt-125m", why_not=(gpipe,), **SMALL)
     assert "The search does not try it: gpipe is 1f1b with more memory." in text(pages.of(plan))
     slow = meshwise.plan("gpt-125m", layout=NAMED, why_not=(plan.layout, NAMED), **SMALL)
@@ -154,7 +155,7 @@ def test_a_layout_that_is_no_layout_is_refused_before_the_search():
 
 def told(step_time_s, **errors):
     plan = meshwise.plan("gpt-125m", layout=NAMED, **SMALL)
-    return msgspec.structs.replace(plan.prediction, step_time_s=step_time_s, errors=errors)
+    return replace(plan.prediction, step_time_s=step_time_s, errors=errors)
 
 
 def test_only_errors_that_plans_do_not_share_make_ties():
@@ -166,11 +167,11 @@ def test_only_errors_that_plans_do_not_share_make_ties():
     )
     assert first.difference_error_s(other) == pytest.approx(math.hypot(0.0012, 0.0004))
     assert other.ties(first) and first.ties(other)
-    assert not msgspec.structs.replace(other, step_time_s=0.1013).ties(first)
+    assert not replace(other, step_time_s=0.1013).ties(first)
     # of another part, prices of one group may be off in either direction
-    moved = msgspec.structs.replace(other, errors={**other.errors, "Collective": {"tp": 0.0016}})
+    moved = replace(other, errors={**other.errors, "Collective": {"tp": 0.0016}})
     assert first.difference_error_s(moved) == pytest.approx(math.hypot(0.002, 0.0004))
-    assert not msgspec.structs.replace(other, errors={}).ties(first)
+    assert not replace(other, errors={}).ties(first)
 
 
 def test_errors_add_up_to_the_interval():
@@ -182,22 +183,28 @@ def test_errors_add_up_to_the_interval():
 
 def test_the_table_names_ties():
     plan = meshwise.plan("gpt-30m", **SMALL)
-    first = plan.prediction
+    assert [one.ties for one in plan.runners_up] == [
+        one.prediction.ties(plan.prediction) for one in plan.runners_up
+    ]
 
-    def with_rows(*steps):
+    def with_rows(*ties, low_s=0.0):
         rows = tuple(
-            Candidate(layout=NAMED, prediction=msgspec.structs.replace(
-                first, step_time_s=step_s, low_s=low_s, errors={"Gemm": {"forward": 0.5}}
-            )) for step_s, low_s in steps
-        )  # fmt: skip
-        return text(tables.plan(msgspec.structs.replace(plan, runners_up=rows)))
+            Candidate(layout=NAMED, prediction=replace(plan.prediction, low_s=low_s), ties=tie)
+            for tie in ties
+        )
+        return text(tables.plan(replace(plan, runners_up=rows)))
 
-    near, far = (first.step_time_s + 0.1, 0.0), (first.step_time_s + 9.0, 0.0)
-    assert "Rows 2, 3 tie with 1: prices that they do not share" in with_rows(near, near, far)
-    assert "Row 2 ties with 1" in with_rows(near, far)
-    assert tables.SHARED in with_rows(far)
-    apart = with_rows((far[0], far[0]))
-    assert "tie" not in apart and tables.SHARED not in apart
+    assert "Rows 2, 3 tie with 1: prices that they do not share" in with_rows(True, True, False)
+    assert "Row 2 ties with 1" in with_rows(True, False)
+    assert tables.SHARED in with_rows(False)
+    apart = with_rows(False, low_s=plan.prediction.high_s * 2)
+    assert "tie" not in apart
+
+
+def test_the_report_shows_answers():
+    plan = meshwise.plan("gpt-125m", why_not=NAMED, watts=700.0, **SMALL)
+    page = html.page(Contents(plan, None, (), ()))
+    assert "Why not dp2 tp4 mb16x1" in page and "What training takes on 8 devices" in page
 
 
 def two_small_hosts():
@@ -205,20 +212,18 @@ def two_small_hosts():
     cluster = files.take("h100-hgx", Cluster)
     inside, network = cluster.tiers
     tiers = (
-        msgspec.structs.replace(inside, num_devices=2),
-        msgspec.structs.replace(network, num_devices=4),
+        replace(inside, num_devices=2),
+        replace(network, num_devices=4),
     )
-    return msgspec.structs.replace(
-        cluster, name="mine", num_hosts=2, num_devices_per_host=2, tiers=tiers
-    )
+    return replace(cluster, name="mine", num_hosts=2, num_devices_per_host=2, tiers=tiers)
 
 
 def with_rates(cluster, inside=1, network=1):
     tiers = [
-        msgspec.structs.replace(tier, bytes_per_s=tier.bytes_per_s * factor)
+        replace(tier, bytes_per_s=tier.bytes_per_s * factor)
         for tier, factor in zip(cluster.tiers, (inside, network), strict=True)
     ]
-    return msgspec.structs.replace(cluster, tiers=tuple(tiers))
+    return replace(cluster, tiers=tuple(tiers))
 
 
 def test_what_if_equals_a_search_on_the_changed_cluster():
@@ -226,14 +231,12 @@ def test_what_if_equals_a_search_on_the_changed_cluster():
     store.write("mine.toml", cluster)
     asked = SMALL | {"cluster": "mine.toml"}
     plan = meshwise.plan("gpt-125m", what_if=True, **asked)
-    assert plan == msgspec.structs.replace(
+    assert plan == replace(
         meshwise.plan("gpt-125m", out="plain.json", **asked), answers=plan.answers
     )
-    device = msgspec.structs.replace(
-        cluster.device, memory_bytes=cluster.device.memory_bytes + 10_000_000_000
-    )
+    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes + 10_000_000_000)
     changed = {
-        "10 GB more memory a device": msgspec.structs.replace(cluster, device=device),
+        "10 GB more memory a device": replace(cluster, device=device),
         "twice the network between hosts": with_rates(cluster, network=2),
         "twice the links within a host": with_rates(cluster, inside=2),
         "twice the batch": cluster,
@@ -266,7 +269,7 @@ def test_faster_links_leave_the_launch_of_measured_collectives():
     inside, across = (
         known.curve(Collective(**sent, group_stride=stride), 20e-6, 100e9) for stride in (1, 2)
     )
-    costs = msgspec.structs.replace(unmeasured(two_small_hosts()), curves=(inside, across))
+    costs = replace(unmeasured(two_small_hosts()), curves=(inside, across))
     plan = search.given(known.MODEL, known.WORKLOAD, costs, Layout(dp=4, microbatch_size=2))
     found = {change.name: change for change in changes(plan, costs)}
     changed = found["twice the network between hosts"]
@@ -282,9 +285,7 @@ def test_faster_links_leave_the_launch_of_measured_collectives():
 def test_a_sigmoid_is_halved_through_its_knots():
     law = Law(parameters=(10.0, 20.0, 1e11, 2e-5, 1.0, 15.0, 1.0, 1.0, 1.0), held_out=EXACT)
     like = Collective(kind="all_reduce", size_bytes=2**20, group_size=2)
-    curve = msgspec.structs.replace(
-        known.curve(like, 20e-6, 100e9), law="sigmoid", laws={"sigmoid": law}
-    )
+    curve = replace(known.curve(like, 20e-6, 100e9), law="sigmoid", laws={"sigmoid": law})
     half = halved(curve)
     assert half.held_out == EXACT
     assert times_of(half)(curve.x_bytes[-1]) == pytest.approx(half.time_s[-1])
@@ -301,7 +302,7 @@ def test_a_change_that_leaves_no_layout_says_why(monkeypatch):
     assert {(one.layout, one.note) for one in found} == {
         (None, "no layout of 8 devices is legal: none")
     }
-    shown = msgspec.structs.replace(plan, answers=meshwise.Answers(what_if=found))
+    shown = replace(plan, answers=meshwise.Answers(what_if=found))
     assert "twice the batch: no layout of 8 devices is legal" in text(pages.of(shown))
 
 
@@ -314,11 +315,11 @@ def of_hosts(num_hosts, per_host, memory_bytes=80 * 2**30):
     """H100 hosts of another size, whose devices have other memory, in mine.toml."""
     cluster = files.take("h100-hgx", Cluster)
     tiers = [
-        msgspec.structs.replace(tier, num_devices=reach)
+        replace(tier, num_devices=reach)
         for tier, reach in zip(cluster.tiers, (per_host, num_hosts * per_host), strict=True)
     ]
-    device = msgspec.structs.replace(cluster.device, memory_bytes=memory_bytes)
-    made = msgspec.structs.replace(
+    device = replace(cluster.device, memory_bytes=memory_bytes)
+    made = replace(
         cluster, name="mine", num_hosts=num_hosts, num_devices_per_host=per_host, device=device,
         tiers=tuple(tiers),
     )  # fmt: skip
@@ -348,7 +349,7 @@ def test_the_fewest_devices_by_brute_force(gib):
         return
     plan = meshwise.plan("gpt-125m", fewest=True, **asked)
     due = min(alone)
-    assert plan == msgspec.structs.replace(alone[due], answers=plan.answers)
+    assert plan == replace(alone[due], answers=plan.answers)
     *less, last = plan.answers.sizes
     assert [size.num_devices for size in less] == [count for count in (1, 2, 4, 8) if count < due]
     states = 12 * num_parameters(plan.model)
@@ -374,7 +375,7 @@ def test_the_cheapest_count_that_meets_a_deadline():
         plan = meshwise.plan("gpt-125m", deadline=deadline, tokens="10B", **asked)
         in_time = [count for count in seconds if seconds[count] <= deadline]
         due = min(in_time, key=lambda count: count * seconds[count])
-        assert plan == msgspec.structs.replace(alone[due], answers=plan.answers)
+        assert plan == replace(alone[due], answers=plan.answers)
         assert [size.num_devices for size in plan.answers.sizes] == [1, 2, 4, 8]
         shown = text(pages.of(plan))
         assert "10.0 B tokens take" in shown and "it is met as predicted, not surely" in shown
