@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from meshwise.fit.curves import held_out
-from meshwise.models import block_ops, device_of, saved_block_bytes
+from meshwise.models import block_tasks, device_of, saved_block_bytes
 from meshwise.prices import Prices
-from meshwise.prices.measured import SHARP, slower_s
+from meshwise.prices.evaluate import other_s, slower_s
 from meshwise.spec import Block, Factor, Sample
 
 _FEWEST = 3  # sizes that tell the host from the device
@@ -62,11 +62,10 @@ def fit_factors(
             alike = _alike(about["like"])
             if several:
                 hosts[at] = _host_s(of)
-                last = float(_device_s(of, hosts[at])[-1] / of.composed_s[-1])
+                last = float(other_s(of.time_s, hosts[at])[-1] / of.composed_s[-1])
                 known.setdefault(alike, last)
             elif alike in known:
-                left = of.time_s**SHARP - (known[alike] * of.composed_s) ** SHARP
-                hosts[at] = float(max(left.min(), 0.0) ** (1 / SHARP))
+                hosts[at] = float(other_s(of.time_s, known[alike] * of.composed_s).min())
     return tuple(
         _factor(of, host_s, about)
         for of, host_s, (_, about) in zip(sizes, hosts, groups, strict=True)
@@ -87,27 +86,21 @@ def _sizes(samples: Sequence[tuple[Sample, float, int]], prices: Prices) -> _Siz
         assert isinstance(block, Block)
         kept, counted = sample.metrics.get("saved_bytes"), saved_block_bytes(block, device)
         saved = kept / counted if isinstance(kept, float | int) and kept else 1.0
-        composed_s = prices.composed_s(block_ops(block, device))
+        composed_s = prices.composed_s(block_tasks(block, device))
         found.setdefault(float(block.activation_elements), []).append((time_s, composed_s, saved))
     x = sorted(found)
     at = np.asarray([np.median(found[size], axis=0) for size in x])
     return _Sizes(tuple(x), at[:, 0], at[:, 1], tuple(at[:, 2].tolist()))
 
 
-def _device_s(of: _Sizes, host_s: float) -> np.ndarray:
-    """Return the device's seconds of each size, if the host takes ``host_s``."""
-    device_s: np.ndarray = (of.time_s**SHARP - host_s**SHARP) ** (1 / SHARP)
-    return device_s
-
-
 def _host_s(of: _Sizes) -> float:
     hosts = _HOSTS * float(of.time_s.min())
-    spread = [float(np.std(np.log(_device_s(of, host) / of.composed_s))) for host in hosts]
+    spread = [float(np.std(np.log(other_s(of.time_s, host) / of.composed_s))) for host in hosts]
     return float(hosts[int(np.argmin(spread))])
 
 
 def _factor(of: _Sizes, host_s: float, about: dict[str, Any]) -> Factor:
-    x, ratio = np.asarray(of.elements), _device_s(of, host_s) / of.composed_s
+    x, ratio = np.asarray(of.elements), other_s(of.time_s, host_s) / of.composed_s
     inner = range(1, len(x) - 1)
     left_out = [
         float(np.interp(np.log(x[i]), np.log(np.delete(x, i)), np.delete(ratio, i))) for i in inner

@@ -143,6 +143,7 @@ def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
     return task.part, layers[int(task.name.split(".")[1])].name
 
 
+@lru_cache(maxsize=4096)
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
     """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
     ep."""
@@ -165,7 +166,7 @@ def _block_program(block: Block, device: Device) -> Program:
 
 @lru_cache(maxsize=4096)
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
-    """Return the operations of a block; their prices add up to its composed price."""
+    """Return the operations of a block."""
     return tuple(task.op for task in block_tasks(block, device))
 
 

@@ -162,7 +162,13 @@ def costs(prices: Costs) -> list[Table]:
         *_errors(lambda factor: factor.held_out),
         legend=("The ratio corrects every plan that holds the block.",),
     )
-    slowdowns = listed(
+    none = Table("No block was measured; plans add operations up as they are.", (), ())
+    found = filled(curves, surfaces, _by_data_sheet(prices))
+    return [*found, factors if prices.factors else none, *filled(_slowdowns(prices))]
+
+
+def _slowdowns(prices: Costs) -> Table:
+    return listed(
         "Work beside collectives",
         prices.slowdowns,
         ("work", lambda of: type(of.like.compute).__name__.lower()),
@@ -172,9 +178,6 @@ def costs(prices: Costs) -> list[Table]:
         ("collective takes", "collective", "{:.2f} x".format),
         left=3,
     )
-    none = Table("No block was measured; plans add operations up as they are.", (), ())
-    found = filled(curves, surfaces, _by_data_sheet(prices))
-    return [*found, factors if prices.factors else none, *filled(slowdowns)]
 
 
 def _by_data_sheet(prices: Costs) -> Table:

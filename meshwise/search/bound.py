@@ -8,9 +8,9 @@ stages before its first stage, and ends before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-With a split backward B_s is dropped, since a W may come last. DataTraffic of the first rank: no
-schedule hides the root's gather, which comes first, or its reduction, which comes last. Queued
-messages take at least the sum of their times, and slow down the work beside them.
+With a split backward B_s is dropped, since a W may come last. Data parallelism adds the copies that
+its messages need. Queued messages take at least the sum of their times, and slow down the work
+beside them, unless they pass before or after the rank's work.
 
 Memory of the first rank, which holds the most microbatches: parameters, optimizer state, gathered
 copies, and the saved tensors of the microbatches in flight. ``room`` gives a closer bound.
@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshwise import schedule
-from meshwise.models import program_of
+from meshwise.models import ENTRY, program_of
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
-from meshwise.search.charges import MESSAGES, beside_of, copies_take, is_copy
+from meshwise.search.charges import MESSAGES, beside_of, copies_take, spent_on
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
-from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
-from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
+from meshwise.search.stage import Layer, StageKind, graph_of, priced, stage_cost
+from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
 
@@ -61,11 +61,10 @@ class LayerWork(NamedTuple):
 
 
 class DataTraffic(NamedTuple):
-    """Seconds of data parallelism in a step of one microbatch: of its messages, and of the copies
-    on the compute stream that these need."""
+    """Seconds of data parallelism in a step: of its messages, and of the copies on the compute
+    stream that these need."""
 
-    gathers_s: float = 0.0
-    reductions_s: float = 0.0
+    messages_s: float = 0.0
     copies_s: float = 0.0
 
     def plus(self, other: "DataTraffic", times: int = 1) -> "DataTraffic":
@@ -86,65 +85,52 @@ Again = tuple[Recompute, int | None]  # what backward recomputes, in how many la
 
 
 class RankWork(NamedTuple):
-    """Work per rank. ``first``: the first rank's work, with embedding and head. ``least``: the
-    minimum over its stages, field by field, without embedding and head. ``times``: for each rank,
-    seconds before and after its work, and seconds of its work on one microbatch. A rank is left out
-    if another one has more of both."""
+    """Work per rank. ``least``: the minimum over the first rank's stages, field by field, without
+    embedding and head. ``each``: by rank, seconds before and after its work, and its work on one
+    microbatch, with embedding and head. Of others than the first, a rank is left out if a later one
+    has more work."""
 
-    first: LayerWork
     least: LayerWork
-    times: tuple[tuple[float, float], ...]
+    each: dict[int, tuple[float, LayerWork]]
+
+    @property
+    def first(self) -> LayerWork:
+        return self.each[0][1]
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """Return a lower bound of the step time from compute alone."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    return max([around_s + count * both_s for around_s, both_s in ranks.times])
+    return max([around_s + count * work.both_s for around_s, work in ranks.each.values()])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from the first rank's compute and dp traffic."""
-    inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
+    """Return a lower bound of the step time from the compute and dp traffic of each rank."""
+    inside, count = layout.of_rank(0), layout.num_microbatches
     stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
-    mine = [
-        kind
-        for stage, end in enumerate(stages)
-        if rank_of(layout.schedule, stage, layout.pp) == 0
-        for kind in end.kinds
-    ]
-    sent, root = DataTraffic(), DataTraffic()
-    for kind, number in Counter(mine).items():
-        layer, root = _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
-        sent = sent.plus(layer, number)
-    sent = sent.plus(root)
-    count, first = layout.num_microbatches, _ranks(model, seq_len, layout, prices).first
-    alone = layout.stages_per_rank == 1
-    work_s = count * first.both_s + sent.copies_s
-    exposed_s = root.gathers_s + work_s
-    if layout.schedule not in SPLIT:
-        exposed_s += root.reductions_s
-    if layout.zero == 3:
-        in_a_row_s = _sent_s(sent, layout)
-    elif layout.zero == 2:
-        in_a_row_s = count * sent.reductions_s + (first.forward_s if alone else 0.0)
-    else:  # reductions begin in the last backward
-        backwards_s = (count - 1) * first.backward_s if alone else 0.0
-        in_a_row_s = count * first.forward_s + backwards_s + sent.reductions_s
-    if layout.cp > 1:  # ranks that wait for cp's messages slow nothing down
-        return max(exposed_s, in_a_row_s)
-    messages_s, beside = count * first.messages_s, beside_of(inside, prices)
-    return max(
-        exposed_s,
-        in_a_row_s,
-        _side_by_side_s(work_s, messages_s, _sent_s(sent, layout), beside),
-    )
-
-
-def _sent_s(sent: DataTraffic, layout: Layout) -> float:
-    """Return the seconds of a step's messages, from those of a step of one microbatch."""
-    gathers = layout.num_microbatches if layout.zero == 3 else 1
-    reductions = layout.num_microbatches if layout.zero >= 2 else 1
-    return gathers * sent.gathers_s + reductions * sent.reductions_s
+    ranks, beside = _ranks(model, seq_len, layout, prices), beside_of(inside, prices)
+    # ZeRO-0 and 1 send nothing but in the first forward and the last backward of a stage
+    busy = 1 if layout.zero < 2 and layout.stages_per_rank == 1 else count
+    least_s = 0.0
+    for rank, (around_s, work) in ranks.each.items():
+        mine = [
+            kind
+            for stage, end in enumerate(stages)
+            if rank_of(layout.schedule, stage, layout.pp) == rank
+            for kind in end.kinds
+        ]
+        sent = DataTraffic()
+        for kind, number in Counter(mine).items():
+            layer, root = _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
+            sent = sent.plus(layer, number)
+        sent = sent if rank else sent.plus(root)
+        # what passes before or after the rank's work slows nothing down, nor beside waits for cp
+        beside_s = max(0.0, sent.messages_s - around_s) if layout.cp == 1 else 0.0
+        work_s = (count - busy) * work.both_s + _side_by_side_s(
+            busy * work.both_s + sent.copies_s, busy * work.messages_s, beside_s, beside
+        )
+        least_s = max(least_s, sent.messages_s, around_s + work_s)
+    return least_s
 
 
 def _side_by_side_s(
@@ -157,9 +143,9 @@ def _side_by_side_s(
         return work_s + sent_s
     passed_s = min(sent_s, max(0.0, 2 - 1 / beside.messages) * messages_s)
     work_s, sent_s = work_s - messages_s, sent_s - passed_s
-    speed = max(beside.products, beside.memory)
-    together_s = min(work_s / speed, sent_s / beside.collective)
-    saved_s = max(0.0, speed + beside.collective - 1) * together_s
+    speed, collective = beside.fastest
+    together_s = min(work_s / speed, sent_s / collective)
+    saved_s = max(0.0, speed + collective - 1) * together_s
     return messages_s + work_s + sent_s - saved_s
 
 
@@ -264,14 +250,14 @@ def _ranks_of(
     for stage, end in enumerate(stages):
         rank = rank_of(schedule, stage, pp)
         ranks[rank] = ranks[rank].plus(whole[end])
-    around_s, times = 0.0, list[tuple[float, float]]()
+    around_s, each = 0.0, dict[int, tuple[float, LayerWork]]()
     for rank, work in enumerate(ranks):
-        times = [time for time in times if time[1] > work.both_s]  # later ranks also begin later
-        times.append((around_s, work.both_s))
+        each = {at: of for at, of in each.items() if at == 0 or of[1].both_s > work.both_s}
+        each[rank] = (around_s, work)
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
     least = LayerWork(*map(min, zip(*[bare[end] for end in mine], strict=True)))
-    return RankWork(ranks[0], least, tuple(times))
+    return RankWork(least, each)
 
 
 @lru_cache(maxsize=65536)
@@ -328,14 +314,20 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     whole = graph_of(kind, prices.costs)
     *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
     is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
+    entry_s = [0.0, 0.0]  # a stage of images copies its input once, not once a layer
+    if isinstance(kind.model, WideResNet):
+        program, charge = priced(kind, prices)
+        for at, (_, _, start, stop) in enumerate(program.actions):
+            entry = [task for task in program.tasks[start:stop] if task.name.startswith(ENTRY[0])]
+            entry_s[at] = sum(charge(task).time_s for task in entry)
     passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
-    def own_s(spent: Spent) -> float:
-        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART)
+    def own_s(action: int, spent: Spent) -> float:
+        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART) - entry_s[action]
 
     return LayerWork(
-        forward_s=own_s(forward),
-        backward_s=own_s(backward),
+        forward_s=own_s(0, forward),
+        backward_s=own_s(1, backward),
         messages_s=sum(
             spent.parts.get(part, 0.0) for spent in (forward, backward) for part in MESSAGES
         ),
@@ -350,20 +342,20 @@ def _traffic(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[DataTraffic, DataTraffic]:
     """Return the traffic of a layer, and of the root."""
-    stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
+    count = min(3, inside.num_microbatches)  # the second stands for all between first and last
+    some = msgspec.structs.replace(inside, num_microbatches=count)
+    stage = StageKind(model, seq_len, (kind,), True, last, (), some, False)
+    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype)
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
-    for task in program_of(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
-        if task.stream == "dp":
-            assert isinstance(task.op, Collective)
-            what = "gather" if task.op.kind == "all_gather" else "reduction"
-        elif is_copy(task):
-            what = "copy"
-        else:
-            continue
-        time_s = prices.estimate(task.op).time_s * (copies_take(prices) if what == "copy" else 1)
-        seconds[task.name.startswith("root."), what] += time_s
+    for _, microbatch, start, stop in program.actions:
+        times = inside.num_microbatches - 2 if (microbatch, count) == (1, 3) else 1
+        for task in program.tasks[start:stop]:
+            if (part := spent_on(task)) in (WAITING, COPIES):
+                of = task.name.startswith("root."), part
+                seconds[of] += times * prices.estimate(task.op).time_s
+    longer, _ = copies_take(prices)
     layer, root = (
-        DataTraffic(*[seconds[of_root, what] for what in ("gather", "reduction", "copy")])
+        DataTraffic(seconds[of_root, WAITING], longer * seconds[of_root, COPIES])
         for of_root in (False, True)
     )
     return layer, root

@@ -5,18 +5,18 @@ down, by the mix of each block's forward and backward. FSDP2's copies are slower
 What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import Piece, Task, block_ops, device_of
+from meshwise.models import Piece, Task, block_tasks, device_of
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Estimate, Prices
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, LayerKind, Layout, Op
+from meshwise.spec import Block, Collective, HeldOut, Layout
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -46,22 +46,19 @@ class Corrections(NamedTuple):
 
 def corrections(
     blocks: Mapping[tuple[Piece, str], Block],
-    kinds: Sequence[LayerKind],
     pieces: Pieces,
     prices: Prices,
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
-    and direction; ``kinds``: of all layers of the model."""
+    and direction."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
-    ops = {key: block_ops(block, device) for key, block in blocks.items()}
-    alike = len({*kinds}) == 1  # else one block stands for layers of several kinds
-    both: dict[Piece, list[Op]] = {}
+    tasks = {key: block_tasks(block, device) for key, block in blocks.items()}
+    both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
-        both.setdefault(piece, []).extend(ops[piece, direction])
+        both.setdefault(piece, []).extend(tasks[piece, direction])
     stretch = {piece: prices.stretch_of(each) for piece, each in both.items()}
     factors = {
-        key: prices.factor(block, ops[key], stretch[key[0]], usual_host=alike or bool(key[0][1]))
-        for key, block in blocks.items()
+        key: prices.factor(block, tasks[key], stretch[key[0]]) for key, block in blocks.items()
     }
     return Corrections(factors, pieces, stretch)
 
@@ -69,23 +66,20 @@ def corrections(
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     """Return how data-parallel messages and other work slow each other down within a pipeline rank.
     Messages that leave the host do not share their links with tensor parallelism's."""
-    cluster, known = prices.costs.cluster, attainable().beside
+    cluster, known = prices.costs.cluster, prices.beside
     if cluster.device.kind == "cpu":
         return None
     leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host
     return msgspec.structs.replace(known, messages=1.0) if leaves else known
 
 
-def is_copy(task: Task) -> bool:
-    """Whether a task copies weights or gradients into or out of a data-parallel message."""
-    own = task.part == "dp" and task.stream == "compute"
-    return own and not isinstance(task.op, Collective)
-
-
-def copies_take(prices: Prices) -> float:
-    """Return the time of such a copy over that of another copy of as many bytes."""
-    by_gpu = prices.costs.cluster.device.kind != "cpu"
-    return 1 / attainable().copies.share if by_gpu else 1.0
+def copies_take(prices: Prices) -> tuple[float, float]:
+    """Return the time of a copy of weights or gradients, into or out of a data-parallel message,
+    over that of another copy of as many bytes, and the relative error that this adds."""
+    if prices.costs.cluster.device.kind == "cpu":
+        return 1.0, 0.0
+    known = attainable().copies
+    return 1 / known.share, known.error
 
 
 def direction_of(phase: str) -> str:
@@ -108,24 +102,24 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
         group, relative = task.part + direction_of(task.phase), estimate.error
-        ratio *= copies_take(prices) if is_copy(task) else 1.0
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
             relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90
+        if (part := spent_on(task)) == COPIES:
+            longer, more = copies_take(prices)
+            ratio, relative = longer * ratio, relative + more
         time_s = estimate.time_s * ratio
-        return Charge(time_s, spent_on(task), group, time_s * relative)
+        return Charge(time_s, part, group, time_s * relative)
 
     return charge
 
 
 def spent_on(task: Task) -> str:
     """Return the part of a step that a task's seconds count as."""
-    if is_copy(task):
-        return COPIES
     if task.part == "dp" and task.stream == "compute":
-        return SUMS
+        return SUMS if isinstance(task.op, Collective) else COPIES
     if task.part == "dp":
         return WAITING
     if task.stream == "cp":

@@ -146,12 +146,13 @@ def course(
     and s + 1; None if both are on one rank, and for the last stage. ``exchange``: the price of
     sending the gradients of a tied embedding between the first and the last stage."""
     spent = [stages[stage].actions[kind][place][0] for stage, kind, place in times.elements]
-    duration = {
-        action: sum([spent[number].time_s for number in numbers])
-        for action, numbers in times.of_action.items()
-    }
+    of_action, seconds = times.of_action, [of.time_s for of in spent]
     hop_s = [hop.time_s if hop else 0.0 for hop in hops]
-    spans = schedule.simulate(times.table, duration.__getitem__, hop_s.__getitem__)
+
+    def duration(action: Action) -> float:
+        return sum([seconds[number] for number in of_action[action]])
+
+    spans = schedule.simulate(times.table, duration, hop_s.__getitem__)
     held = times.held
     over = [_traffic_ends(row, times, spent) for row in spans]
     ready = list(over)

@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwise.models import Loop, Program, Task
 from meshwise.prices.datasheet import Beside
+from meshwise.spec import Op
 
 Amounts = dict[str, float]
 Errors = dict[tuple[str, str], float]  # seconds, by group of prices and part of the step
@@ -100,12 +101,14 @@ def run_program(
 
 
 class _Message:
-    """A transfer of the data-parallel stream that has not ended: the seconds it needs alone."""
+    """A transfer of the data-parallel stream that has not ended: the seconds it needs alone, and
+    the kind of its collective."""
 
-    __slots__ = ("left_s", "writes")
+    __slots__ = ("kind", "left_s", "writes")
 
-    def __init__(self, left_s: float, writes: tuple[str, ...]) -> None:
-        self.left_s, self.writes = left_s, writes
+    def __init__(self, left_s: float, task: Task) -> None:
+        self.left_s, self.writes = left_s, task.writes
+        self.kind: str = getattr(task.op, "kind", "")
 
 
 class _Clocks:
@@ -147,7 +150,7 @@ class _Clocks:
             self.now_s += charge.time_s
             add(parts, charge.part, charge.time_s)
         elif task.stream == "dp":
-            message = _Message(charge.time_s, task.writes)
+            message = _Message(charge.time_s, task)
             self.queue.append(message)
             self.coming.update(dict.fromkeys(task.writes, message))
             self.traffic_s += charge.time_s
@@ -158,7 +161,7 @@ class _Clocks:
         else:
             self._wait(task, parts)
             begin_s = self.now_s
-            self._compute(charge.time_s, self.beside.speed(task.op))
+            self._compute(charge.time_s, task.op)
             add(parts, charge.part, charge.time_s)
             if (slowed_s := self.now_s - begin_s - charge.time_s) > 1e-12 * self.now_s:
                 add(parts, SLOWED, slowed_s)
@@ -176,22 +179,30 @@ class _Clocks:
             until_s = max([self.shared.get(name, 0.0) for name in task.reads], default=0.0)
             if (idle_s := until_s - self.now_s) > 0:
                 add(parts, SHARING, idle_s)
-                self._compute(idle_s, (1.0, 1.0))
+                self._compute(idle_s)
 
-    def _compute(self, left_s: float, speed: tuple[float, float]) -> None:
-        """Work for ``left_s`` seconds. Beside a transfer, work and transfer have these speeds."""
-        work, transfer = speed
-        begin_s = self.now_s
+    def _compute(self, left_s: float, op: Op | None = None) -> None:
+        """Work for ``left_s`` seconds, by default without slowing down transfers. An operation and
+        the transfer that runs beside it slow each other down."""
         while self.queue and left_s:
-            arrives_s = self.queue[0].left_s / transfer
+            message = self.queue[0]
+            work, transfer = self._speed(op, message.kind)
+            arrives_s = message.left_s / transfer
             if arrives_s > left_s / work:
-                self.queue[0].left_s -= left_s / work * transfer
-                self.now_s, left_s = self.now_s + left_s / work, 0.0
+                message.left_s -= left_s / work * transfer
+                arrives_s, left_s = left_s / work, 0.0
             else:
-                self.now_s, left_s = self.now_s + arrives_s, left_s - arrives_s * work
+                left_s -= arrives_s * work
                 self._arrived()
+            self.now_s += arrives_s
+            self._serve(transfer * arrives_s)
         self.now_s += left_s
-        self._serve(transfer * (self.now_s - begin_s))
+        self._serve(self._speed(op)[1] * left_s)
+
+    def _speed(self, op: Op | None, kind: str = "") -> tuple[float, float]:
+        if op is None or self.beside is None:
+            return 1.0, 1.0
+        return self.beside.speed(op, kind)
 
     def _serve(self, served_s: float) -> None:
         self.served_s += served_s

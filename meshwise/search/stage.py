@@ -11,7 +11,7 @@ Tasks of a measured block cost their price times the block's factor. Recomputed 
 same as in the forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.charges import Pieces, beside_of, charges, corrections
 from meshwise.search.simulate import (
+    Charge,
     Live,
     Moments,
     Spent,
@@ -163,22 +164,19 @@ _priced: dict[tuple[StageKind, Prices], StageCost] = {}
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Return the seconds and bytes of a stage's actions."""
     prices.begin()
-    form, stands_for = _form(kind, prices)
-    program = repeated(_sized(form, kind.layout.microbatch_size), stands_for)
-    charge = charges(
-        corrections(
-            blocks_in(kind, prices.costs.dtype),
-            layer_kinds(kind.model, kind.seq_len),
-            form.pieces,
-            prices,
-        ),
-        prices,
-    )
-    times, optimizer = run_program(program, charge, beside_of(kind.layout, prices))
+    times, optimizer = run_program(*priced(kind, prices), beside_of(kind.layout, prices))
     if len(_priced) >= _MOST:
         _priced.clear()
     found = _priced[kind, prices] = _cost(kind, prices, times, optimizer)
     return found
+
+
+def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], Charge]]:
+    """Return a stage's program, and what each of its tasks costs."""
+    form, stands_for = _form(kind, prices)
+    blocks = blocks_in(kind, prices.costs.dtype)
+    charge = charges(corrections(blocks, form.pieces, prices), prices)
+    return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
 
 
 @lru_cache(maxsize=_MOST)

@@ -11,23 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
+from meshwise.models import catalogue
 from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
 from meshwise.options.measure import ProfileOptions
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices
-from meshwise.prices.datasheet import Beside, Host, attainable
+from meshwise.prices.datasheet import Beside, Host, attainable, unmeasured
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import balance, bound, pipeline, room, simulate, space
 from meshwise.search import stage as stages
+from meshwise.search.charges import Corrections, charges
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import UNTIMED, StageCost
 from meshwise.spec import (
     Attention,
+    Cluster,
     Collective,
     Decoder,
     Elementwise,
@@ -42,6 +45,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT, rank_of
 from meshwise.units import format_bytes
+from meshwise.verbs import files
 from tests.on_paper import peak_bytes
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
@@ -290,7 +294,11 @@ def test_bounds_are_bounds(costs, model):
     for (there, devices), known in itertools.product(
         ((costs, 4), (two_hosts(costs, per_host=4), 8)), (KNOWN, ALONE)
     ):
-        prices, ratios = Prices(there), []
+        prices, ratios, beside = Prices(there), [], known.beside
+        if known is KNOWN and devices == 4:
+            speeds = {"all_gather": (0.9, 0.4), "reduce_scatter": (0.6, 0.8)}
+            beside = msgspec.structs.replace(beside, measured=speeds)
+        prices.beside = beside
         layouts, _ = legal_layouts(model, WORKLOAD, there, devices)
         for number, layout in enumerate(layouts[:: len(layouts) // 60]):
             rung = ladder(layout)[number % len(ladder(layout))]
@@ -306,6 +314,21 @@ def test_bounds_are_bounds(costs, model):
         assert min(ratios) >= 1
         nearest[devices, known is ALONE] = min(ratios)
     assert max(nearest[4, True], nearest[8, True]) < 1.1
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_bound_of_a_pipeline_is_near(zero, stages):
+    """The last rank's work begins last, and copies and messages are added to it."""
+    prices = Prices(unmeasured(files.take("h100-hgx", Cluster)), datasheet=True)
+    name = "1f1b" if stages == 1 else "interleaved_1f1b"
+    layout = Layout(
+        dp=2, pp=4, zero=zero, schedule=name, stages_per_rank=stages, num_microbatches=64
+    )
+    model, workload = catalogue.find("llama-3-8b"), Workload(global_batch_size=128, seq_len=8192)
+    least_s = bound.traffic_s(model, workload.seq_len, layout, prices)
+    step_s = search.predict(model, workload, layout, prices).step_time_s
+    assert least_s <= step_s < 1.05 * least_s
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -558,6 +581,7 @@ def in_one_program(costs, model, workload, layout, within=1e-9, known=ALONE):
     program = models.program_of(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
+    prices.beside = known.beside
     with mock.patch("meshwise.search.charges.attainable", return_value=known):
         prediction = search.predict(model, workload, layout, prices)
     step = [job for job in program.tasks if job.phase != "optimizer"]
@@ -565,6 +589,18 @@ def in_one_program(costs, model, workload, layout, within=1e-9, known=ALONE):
     wanted = sum(two_streams_s(tasks, prices, known) for tasks in (step, optimizer))
     assert prediction.step_time_s == pytest.approx(wanted, rel=within)
     assert prediction.peak_memory_bytes == pytest.approx(peak_bytes(program))
+
+
+def test_copies_of_weights_are_less_sure_than_others(costs):
+    """Each charge has the error of its price, and a copy of data parallelism that of its law."""
+    prices, known = Prices(costs), attainable().copies
+    op = Elementwise(kind="copy", read_bytes=2**30, write_bytes=2**30)
+    price, charge = prices.estimate(op), charges(Corrections({}, lambda _: ("", ""), {}), prices)
+    other = charge(Task("copy", op, "compute", "embed", "forward", (), ()))
+    assert (other.time_s, other.error_s) == (price.time_s, price.time_s * price.error)
+    copy = charge(Task("root.unpack", op, "compute", "dp", "forward0", (), ()))
+    assert copy.time_s == pytest.approx(price.time_s / known.share)
+    assert copy.error_s == pytest.approx(copy.time_s * (price.error + known.error))
 
 
 def two_streams_s(tasks, prices, known):
@@ -898,6 +934,29 @@ def test_two_streams_overlap_and_waiting_is_counted():
     slower = "work slowed down by data-parallel communication"
     assert action.parts == {"data-parallel communication (exposed)": 1, "a": 3, slower: 3, "b": 2}
     assert (action.time_s, action.lag_s) == (9, 5)
+
+
+def test_each_kind_of_message_slows_work_down_as_it_was_measured():
+    """a (9) at half speed takes 4 of the first 8 s, in which the gather (2) passes at a quarter; it
+    takes 2 of the next 4 s at half speed too, in which the reduction (4) passes; 3 are left."""
+    gather = task("gather", "dp")
+    messages = [
+        msgspec.structs.replace(
+            gather, name=kind, op=Collective(kind=kind, size_bytes=8, group_size=2)
+        )
+        for kind in ("all_gather", "reduce_scatter")
+    ]
+    seconds = {"all_gather": 2.0, "reduce_scatter": 4.0, "a": 9.0}
+    program = Program(
+        (*messages, task("a", "compute")), {}, {}, frozenset(), (ActionSpan("F", 0, 0, 3),)
+    )
+    known = Beside(
+        products=1, memory=0.01, messages=1, collective=0.01, source="",
+        measured={"all_gather": (0.5, 0.25), "reduce_scatter": (0.5, 1.0)},
+    )  # fmt: skip
+    (action,), _ = run_program(program, lambda t: Charge(seconds[t.name], t.name, "", 0), known)
+    assert (action.time_s, action.lag_s) == (8 + 4 + 3, 0)
+    assert known.fastest == (1, 1)
 
 
 @given(

@@ -47,8 +47,10 @@ def test_bounds_are_bounds(lowering, dtype):
     prices, chance = Prices(there, datasheet=True), random.Random(3)
     layouts, _ = legal_layouts(MODEL, WORKLOAD, there, 4)
     assert {1, 2, 4} == {x.tp for x in layouts} == {x.pp for x in layouts}
-    for layout in chance.sample(layouts, 40):
-        rung = chance.choice(ladder(layout, MODEL))
+    rungs = [chance.choice(ladder(layout, MODEL)) for layout in chance.sample(layouts, 40)]
+    # each stage copies its input, but not that of its second layer
+    two_layers = Layout(pp=2, tp=2, schedule="1f1b", microbatch_size=64)
+    for rung in [*rungs, *ladder(two_layers, MODEL)]:
         of = (MODEL, 1, rung, prices)
         prediction = search.predict(MODEL, WORKLOAD, rung, prices)
         least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
