@@ -39,6 +39,10 @@ class WhyNot(Record, kw_only=True):
     time: tuple[Difference, ...] = ()
     memory: tuple[Difference, ...] = ()
 
+    def check(self) -> None:
+        if not self.obstacle and not self.time:
+            self.fail("time", "a layout without an obstacle has parts of time; give them")
+
     @property
     def slower_s(self) -> float:
         """The seconds that a step takes longer than the chosen layout's; negative if shorter."""
@@ -66,6 +70,10 @@ class DeviceCount(Record, kw_only=True):
     step_time_s: NonNegativeFloat = 0.0
     high_s: NonNegativeFloat = 0.0
     note: str = ""
+
+    def check(self) -> None:
+        if self.layout is not None and not self.step_time_s:
+            self.fail("step_time_s", "must be > 0 where there is a layout")
 
     def seconds(self, tokens: float, workload: Workload) -> float:
         """Return the time of so many tokens, or images."""

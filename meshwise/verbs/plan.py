@@ -40,6 +40,7 @@ def plan(asked: PlanOptions) -> Plan:
     none of them is a pipeline, add the fastest pipeline for comparison. Prices come from
     costs.json, or with ``cluster`` from its data sheet. With both ``costs`` and ``cluster``, prices
     within a host are measured, those between hosts the cluster's. Models, layouts may be records.
+    What else was asked, as ``why_not``, is answered in ``Plan.answers``.
     """
     from meshwise import search
     from meshwise.models import catalogue

@@ -21,7 +21,16 @@ from meshwise.prices import times_of, unmeasured
 from meshwise.search.find import NoLayout
 from meshwise.search.sizes import counts
 from meshwise.search.what_if import changes, halved
-from meshwise.spec import Candidate, Cluster, Collective, Layout, Plan, Workload
+from meshwise.spec import (
+    Candidate,
+    Cluster,
+    Collective,
+    DeviceCount,
+    Layout,
+    Plan,
+    WhyNot,
+    Workload,
+)
 from meshwise.spec.costs import HeldOut, Law
 from meshwise.verbs import files
 from tests import sample_records as known
@@ -499,3 +508,10 @@ def test_drawn_actions_wait_for_their_messages(layout):
     told = sum(size for name, size in parts.items() if "-parallel communication" in name
                and not name.startswith("work slowed"))  # fmt: skip
     assert sum(one.end_s - one.start_s for one in exposed) == pytest.approx(told)
+
+
+def test_answers_that_say_half_are_refused():
+    with pytest.raises(ValueError, match=r"WhyNot.time = \(\): a layout without an obstacle"):
+        WhyNot(layout=NAMED)
+    with pytest.raises(ValueError, match=r"DeviceCount.step_time_s = 0.0: must be > 0 where"):
+        DeviceCount(num_devices=8, layout=NAMED)
