@@ -157,7 +157,7 @@ def answered() -> Plan:
             WhatIf(change="twice the batch", note="no layout of 4 devices is legal"),
         ),
         sizes=(
-            DeviceCount(num_devices=1, note="its states alone, 1.6 GiB, are more than there is"),
+            DeviceCount(num_devices=1, note="parameters and moments are too many"),
             DeviceCount(num_devices=2, layout=Layout(dp=2, microbatch_size=4), step_time_s=0.021,
                         high_s=0.025),
             DeviceCount(num_devices=4, layout=LAYOUT, step_time_s=0.010, high_s=0.011),

@@ -80,7 +80,7 @@ def _bills(chosen: Plan) -> Table:
     if any(one.kwh is not None for one in bills):
         rates.append(("kWh", "kwh", _amount))
     return listed(
-        f"What training takes on {chosen.layout.num_devices} devices",
+        f"What training takes on {chosen.layout.num_devices} device(s)",
         bills,
         (_unit(chosen), "tokens", format_count),
         ("time", "seconds", format_seconds),

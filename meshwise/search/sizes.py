@@ -7,7 +7,7 @@ memory of all its devices: wherever they lie, every element lies somewhere.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwise.models import num_parameters
 from meshwise.search.find import NoLayout, find
@@ -36,7 +36,7 @@ def fewest(
         tried.append(size)
         if plan is not None:
             return plan, tuple(tried)
-    raise _too_small(costs.cluster, tried)
+    raise _too_small(model, costs.cluster, tried)
 
 
 def cheapest(
@@ -55,7 +55,7 @@ def cheapest(
     sizes = tuple(size for _, size in found)
     planned = [(plan, size) for plan, size in found if plan is not None]
     if not planned:
-        raise _too_small(costs.cluster, sizes)
+        raise _too_small(model, costs.cluster, sizes)
     seconds = {size: size.seconds(tokens, workload) for _, size in planned}
     in_time = [(plan, size) for plan, size in planned if seconds[size] <= deadline_s]
     if not in_time:
@@ -77,7 +77,7 @@ def _tried(
     every = counts(costs.cluster)
     for at, count in enumerate(every, 1):
         if states > count * costs.cluster.usable_bytes:
-            note = f"its states alone, {format_bytes(states)}, are more than the devices' memory"
+            note = f"parameters and moments, {format_bytes(states)}, are more than all their memory"
             yield None, DeviceCount(num_devices=count, note=note)
             continue
         log.info("%d device(s), count %d of up to %d", count, at, len(every))
@@ -101,7 +101,8 @@ def _tried(
         )
 
 
-def _too_small(cluster: Cluster, tried: list[DeviceCount] | tuple[DeviceCount, ...]) -> NoLayout:
+def _too_small(model: AnyModel, cluster: Cluster, tried: Sequence[DeviceCount]) -> NoLayout:
     return NoLayout(
-        f"{tried[-1].note}; that is all of cluster {cluster.name!r}: give more hosts with --hosts"
+        f"{model.name or 'the model'} cannot be planned for the {cluster.num_devices} device(s) of "
+        f"cluster {cluster.name!r}: {tried[-1].note}; give more hosts with --hosts"
     )

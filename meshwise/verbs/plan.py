@@ -56,7 +56,7 @@ def plan(asked: PlanOptions) -> Plan:
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
-    others = [files.record(each, Layout) for each in asked.why_not]
+    others = [files.record(each, Layout, "why_not") for each in asked.why_not]
     batch = asked.global_batch_size
     if batch is None and layout is not None:
         batch = layout.batch_size
