@@ -16,7 +16,7 @@ gathered weights, so these count in full, not as a difference.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from meshwise.prices.datasheet import Beside
 from meshwise.spec import Op
 
 Amounts = dict[str, float]
+Errors = dict[tuple[str, str], float]  # seconds, by group of prices and part of the step
+Name = TypeVar("Name", str, tuple[str, str])
 WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights and gradients"
 SLOWED = "work slowed down by data-parallel communication"
 SUMS = "gradient sums over tp"
@@ -50,15 +52,15 @@ class Charge(NamedTuple):
 
 class Spent(NamedTuple):
     """Seconds of an action. ``parts``: of the compute stream; they add up to ``time_s``, and idle
-    time counts as exposed traffic. ``errors``: of all streams, by group of prices. ``traffic_s``:
-    of its data-parallel transfers if nothing runs beside them. Its last transfer ends ``lag_s``
-    after the action, or later if transfers of earlier actions are still queued. ``served_s``: the
-    seconds of transfers that can pass during the action.
+    time counts as exposed traffic. ``errors``: of all streams. ``traffic_s``: of its data-parallel
+    transfers if nothing runs beside them. Its last transfer ends ``lag_s`` after the action, or
+    later if transfers of earlier actions are still queued. ``served_s``: the seconds of transfers
+    that can pass during the action.
     """
 
     time_s: float
     parts: Amounts
-    errors: Amounts
+    errors: Errors
     traffic_s: float
     lag_s: float
     served_s: float = 0.0
@@ -77,12 +79,12 @@ class Live(NamedTuple):
     left: Amounts
 
 
-def add(amounts: Amounts, name: str, amount: float) -> None:
+def add(amounts: dict[Name, float], name: Name, amount: float) -> None:
     if amount:
         amounts[name] = amounts.get(name, 0.0) + amount
 
 
-def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
+def add_all(amounts: dict[Name, float], more: dict[Name, float], count: int = 1) -> None:
     for name, amount in more.items():
         add(amounts, name, count * amount)
 
@@ -130,7 +132,7 @@ class _Clocks:
         """Run an action: ``tasks[start:stop]``."""
         begin_s = self.now_s
         self.traffic_s = self.served_s = self.own_s = 0.0
-        parts, errors, at = Amounts(), Amounts(), start
+        parts, errors, at = Amounts(), Errors(), start
         while at < stop:
             if at in self.loops:
                 self._repeat(self.loops[at], parts, errors)
@@ -141,9 +143,9 @@ class _Clocks:
         time_s = self.now_s - begin_s
         return Spent(time_s, parts, errors, self.traffic_s, self.own_s, self.served_s)
 
-    def _step(self, task: Task, parts: Amounts, errors: Amounts) -> None:
+    def _step(self, task: Task, parts: Amounts, errors: Errors) -> None:
         charge = self.charge(task)
-        add(errors, charge.group, charge.error_s)
+        add(errors, (charge.group, charge.part), charge.error_s)
         if self.beside is None:
             self.now_s += charge.time_s
             add(parts, charge.part, charge.time_s)
@@ -213,13 +215,13 @@ class _Clocks:
             if self.coming.get(name) is message:
                 del self.coming[name]
 
-    def _repeat(self, loop: Loop, parts: Amounts, errors: Amounts) -> None:
+    def _repeat(self, loop: Loop, parts: Amounts, errors: Errors) -> None:
         """Run turns of a loop until the transfers under way repeat. Then add all remaining turns at
         once."""
         tasks, left = self.tasks[loop.start : loop.stop], loop.times
         before = [each.left_s for each in self.queue]
         while left:
-            turn, wrong, began_s = Amounts(), Amounts(), self.now_s
+            turn, wrong, began_s = Amounts(), Errors(), self.now_s
             sent_s, served_s, own_s = self.traffic_s, self.served_s, self.own_s
             for task in tasks:
                 self._step(task, turn, wrong)
