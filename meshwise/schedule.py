@@ -263,22 +263,15 @@ def simulate(
     place = {action.stage: rank for rank, row in enumerate(table) for action in row}
     last = max(place)
     hops_s = [0.0 if place.get(s) == place.get(s + 1) else transfer(s) for s in range(last)]
-    backwards = {(a.stage, a.microbatch): a.kind for row in table for a in row if a.kind in "BI"}
-
-    def needs(action: Action) -> list[tuple[_Key, float]]:
-        """List the actions that must have ended, each with the time to send its tensor."""
-        kind, stage, m = action
-        if kind == "F":
-            return [(("F", stage - 1, m), hops_s[stage - 1])] if stage else []
-        if kind == "W":
-            return [(("I", stage, m), 0.0)]
-        inputs: list[tuple[_Key, float]] = [(("F", stage, m), 0.0)]
-        if stage < last:
-            inputs.append(((backwards.get((stage + 1, m), "B"), stage + 1, m), hops_s[stage]))
-        return inputs
+    needs: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {}  # what has to end, and hops
+    for s in place:
+        needs["F", s] = [("F", s - 1, hops_s[s - 1])] if s else []
+        needs["B", s] = [("F", s, 0.0)]
+        needs["B", s] += [("B", s + 1, hops_s[s])] if s < last else []
+        needs["I", s], needs["W", s] = needs["B", s], [("I", s, 0.0)]
 
     spans: list[list[Span]] = [[] for _ in table]
-    ended: dict[_Key, float] = {}
+    ended: dict[_Key, float] = {}  # an I is a B, too: the stage before waits for either
     waiting: dict[_Key, list[int]] = {}  # ranks, by the action they wait for
     ready = list(range(len(table)))
     while ready:
@@ -286,18 +279,21 @@ def simulate(
         row, done = table[rank], spans[rank]
         start = done[-1].end_s if done else 0.0
         while len(done) < len(row):
-            action = row[len(done)]
-            inputs = needs(action)
-            missing = [need for need, _ in inputs if need not in ended]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            for need, delay in inputs:
-                start = max(start, ended[need] + delay)
-            end = ended[action] = start + duration(action)
-            done.append(Span(action, start, end))
-            ready += waiting.pop(action, ())
-            start = end
+            kind, stage, m = action = row[len(done)]
+            for what, where, hop_s in needs[kind, stage]:
+                if (at := ended.get((what, where, m))) is None:
+                    waiting.setdefault((what, where, m), []).append(rank)
+                    break
+                start = max(start, at + hop_s)
+            else:
+                end = start + duration(action)
+                done.append(Span(action, start, end))
+                for name in (action, ("B", stage, m)) if kind == "I" else (action,):
+                    ended[name] = end
+                    ready += waiting.pop(name, ())
+                start = end
+                continue
+            break
     if waiting:
         stuck = [
             f"rank {rank} at {table[rank][len(spans[rank])]}, which waits for {Action(*need)}"

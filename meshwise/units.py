@@ -15,6 +15,7 @@ _SIZE |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TIME |= {"d": 86400.0, "day": 86400.0, "sec": 1.0, "second": 1.0, "minute": 60.0, "hour": 3600.0}
 _TIME |= {f"{word}s": _TIME[word] for word in ("day", "sec", "second", "min", "minute", "hour")}
+_MANY = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # (least value as printed, factor, unit), the largest first
 _Ladder = tuple[tuple[float, float, str], ...]
 _SECONDS: _Ladder = ((3.6e5, 86400.0, "days"), (6e3, 3600.0, "h"), (100.0, 60.0, "min"))
@@ -38,6 +39,14 @@ def parse_seconds(text: str, name: str = "") -> float:
     ``name``: the option that a refusal names.
     """
     return _parsed(text, _TIME, "time", name, "60s, 2m or 1h")
+
+
+def parse_count(text: str, name: str = "") -> float:
+    """Read ``"300B"`` as 300e9, ``"1.5T"``, ``"64k"`` or a bare number.
+
+    ``name``: the option that a refusal names.
+    """
+    return _parsed(text, _MANY, "count", name, "300B or 15T")
 
 
 def _parsed(

@@ -11,7 +11,9 @@ from meshwise.prices import Prices
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
+    Answers,
     Attention,
+    Bill,
     Block,
     Candidate,
     Case,
@@ -21,7 +23,9 @@ from meshwise.spec import (
     Curve,
     Decoder,
     Device,
+    DeviceCount,
     DeviceState,
+    Difference,
     Elementwise,
     Experts,
     Factor,
@@ -39,6 +43,8 @@ from meshwise.spec import (
     Step,
     Surface,
     Tier,
+    WhatIf,
+    WhyNot,
     WideResNet,
     Workload,
     stages_of,
@@ -126,6 +132,44 @@ def plan(layout: Layout = LAYOUT, step_time_s: float = 0.010) -> Plan:
         num_considered=11,
         runs=(MEASURE_RUN,),
     )
+
+
+def answered() -> Plan:
+    """The plan with an answer of every kind."""
+    part_of = (("tensor-parallel communication", 0.0, 0.0016), ("backward layer", 0.006, 0.0064))
+    slower = WhyNot(
+        layout=RIVAL, step_time_s=0.012, error_s=0.0005, untried="it is made by hand",
+        time=tuple(Difference(part=name, chosen=a, named=b) for name, a, b in part_of),
+        memory=(Difference(part="activations", chosen=2.0**30, named=2.0**29),),
+    )  # fmt: skip
+    large = msgspec.structs.replace(
+        slower, layout=Layout(dp=4, microbatch_size=2), untried="", error_s=0.003,
+        misfit="rank 0 needs 3.1 GiB more; its largest part is activations (60 GiB of 83 GiB)",
+    )  # fmt: skip
+    illegal = WhyNot(layout=Layout(dp=3), obstacle="it is for 3 devices, and the plan for 4")
+    answers = Answers(
+        why_not=(slower, large, illegal),
+        what_if=(
+            WhatIf(change="10 GB more memory a device", layout=LAYOUT, step_time_s=0.01,
+                   tokens_per_s=409600, faster=1.0),
+            WhatIf(change="twice the links within a host", note="the data sheet's rate is doubled",
+                   layout=RIVAL, step_time_s=0.008, tokens_per_s=512000, faster=1.25),
+            WhatIf(change="twice the batch", note="no layout of 4 devices is legal"),
+        ),
+        sizes=(
+            DeviceCount(num_devices=1, note="parameters and moments are too many"),
+            DeviceCount(num_devices=2, layout=Layout(dp=2, microbatch_size=4), step_time_s=0.021,
+                        high_s=0.025),
+            DeviceCount(num_devices=4, layout=LAYOUT, step_time_s=0.010, high_s=0.011),
+        ),
+        tokens=300e9,
+        deadline_s=9 * 86400.0,
+        bills=(
+            Bill(tokens=1e6, seconds=2.44, device_hours=0.00271, dollars=0.00678, kwh=0.0019),
+            Bill(tokens=300e9, seconds=732421.9, device_hours=813.8, dollars=2034.5, kwh=569.7),
+        ),
+    )  # fmt: skip
+    return msgspec.structs.replace(plan(), answers=answers)
 
 
 GOOD = HeldOut(median=0.012, p90=0.034, num_points=9)

@@ -15,12 +15,13 @@ from meshwise import machine, store
 from meshwise.fit import calibrate, laws
 from meshwise.fit.calibrate import expected_s
 from meshwise.fit.curves import fit_curve
-from meshwise.models import block_ops, device_of
+from meshwise.models import block_tasks, device_of
 from meshwise.pages import svg
 from meshwise.prices import Datasheet, Prices, roofline_s, shape_op, unmeasured
 from meshwise.prices.datasheet import attainable, of_bytes
+from meshwise.prices.evaluate import NEIGHBOURS, interpolate_utilisation, slower_s
 from meshwise.prices.laws import Floats, KnotTimes, law_s
-from meshwise.prices.measured import MOST_BEYOND, NEIGHBOURS, interpolate_utilisation, slower_s
+from meshwise.prices.measured import MOST_BEYOND
 from meshwise.prices.uneven import RULES, even_bytes
 from meshwise.probe import importers
 from meshwise.probe.cases.sizes import embedding_splits, uneven
@@ -226,7 +227,7 @@ def slow(run: tuple[RunInfo, list[Sample]], costs: Costs) -> svg.Figure:
             found[op] = expected_s(sample)
     blocks = sorted(found, key=lambda op: op.activation_elements)
     factor = next(one for one in costs.factors if one.like in found)
-    ops = {op: block_ops(op, device_of(costs.cluster, "compiled")) for op in blocks}
+    ops = {op: block_tasks(op, device_of(costs.cluster, "compiled")) for op in blocks}
 
     def clocks(axes: "Axes") -> None:
         others, stretch = np.linspace(0, 2, 200), attainable().clocks.stretch

@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_349,
+    "cli": 1_351,
     "engine": 3_224,
-    "fit": 1_167,
+    "fit": 1_172,
     "launch": 682,
-    "models": 4_733,
+    "models": 4_745,
     "nn": 1_362,
-    "options": 1_077,
-    "pages": 6_135,
+    "options": 1_155,
+    "pages": 6_337,
     "parallel": 3_184,
-    "prices": 1_353,
-    "probe": 6_956,
+    "prices": 1_417,
+    "probe": 6_998,
     "reshard": 5_094,
-    "search": 3_434,
-    "spec": 3_080,
+    "search": 3_927,
+    "spec": 3_216,
     "suites": 1_003,
-    "verbs": 4_296,
-    "": 4_243,  # modules beside the rooms
+    "verbs": 4_361,
+    "": 4_248,  # modules beside the rooms
 }
 
 

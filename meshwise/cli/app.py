@@ -64,7 +64,8 @@ def _app() -> cyclopts.App:
 
 
 def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
-    """Split 128,256 into 128 256 in every list, except a shape and the name of an existing file."""
+    """Split 128,256 into 128 256 in every list, except a shape, JSON and the name of an existing
+    file."""
     for argument in arguments:
         kinds = get_args(argument.hint)
         if get_origin(argument.hint) is tuple and bool not in kinds and Shape not in kinds:
@@ -79,7 +80,8 @@ def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection)
 
 
 def _parts(value: str) -> list[str]:
-    return [value] if exists(value) else [part.strip() for part in value.split(",")]
+    whole = value.lstrip().startswith("{") or exists(value)
+    return [value] if whole else [part.strip() for part in value.split(",")]
 
 
 def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:

@@ -110,9 +110,9 @@ def plan(
     Writes plan.json. Needs no GPU. With --cluster alone, its data sheet replaces measurements.
     """
     chosen = meshwise.plan(replace(asked, gpus=size.ranks))
-    from meshwise.pages import tables
+    from meshwise.pages import show
 
-    emit(chosen, tables.plan(chosen), json)
+    emit(chosen, show.of(chosen), json)
     return DONE
 
 

@@ -38,7 +38,8 @@ Fitted = TypeVar("Fitted", Curve, Surface)
 
 
 class _Timed(NamedTuple):
-    """A sample, the seconds to expect, and of how many timings at least."""
+    """A sample, the seconds to expect, and of how many timings at least; a row of a log sums up a
+    loop."""
 
     sample: Sample
     time_s: float
@@ -56,7 +57,6 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         _Timed(
             sample,
             expected_s(sample),
-            # a row of a log sums up a loop
             LEAST_TIMINGS if "imported" in info.provenance else len(sample.times_s),
         )
         for info, samples in runs
@@ -104,8 +104,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     )
     prices = Prices(costs)
     factors = fit_factors([(each.timed, each.about) for each in blocks], prices)
-    overlaps = [sample for _, samples in runs for sample in samples if sample.status == "ok"]
-    slowdowns = fit_slowdowns(overlaps, run_ids)
+    slowdowns = fit_slowdowns([sample for _, samples in runs for sample in samples], run_ids)
     return msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns)
 
 

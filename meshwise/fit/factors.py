@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from meshwise.fit.curves import held_out
-from meshwise.models import block_ops, device_of, saved_block_bytes
+from meshwise.models import block_tasks, device_of, saved_block_bytes
 from meshwise.prices import Prices
-from meshwise.prices.measured import other_s, slower_s
+from meshwise.prices.evaluate import other_s, slower_s
 from meshwise.spec import Block, Factor, Sample
 
 _FEWEST = 3  # sizes that tell the host from the device
@@ -86,7 +86,7 @@ def _sizes(samples: Sequence[tuple[Sample, float, int]], prices: Prices) -> _Siz
         assert isinstance(block, Block)
         kept, counted = sample.metrics.get("saved_bytes"), saved_block_bytes(block, device)
         saved = kept / counted if isinstance(kept, float | int) and kept else 1.0
-        composed_s = prices.composed_s(block_ops(block, device))
+        composed_s = prices.composed_s(block_tasks(block, device))
         found.setdefault(float(block.activation_elements), []).append((time_s, composed_s, saved))
     x = sorted(found)
     at = np.asarray([np.median(found[size], axis=0) for size in x])

@@ -1,4 +1,4 @@
-"""How much work and collectives slow each other down, from samples of ``measure overlap``.
+"""Slowdowns of work and collectives beside each other, from samples of ``measure overlap``.
 
 Samples of one type of work, direction and kind of collective make one figure: the median of their
 slowdowns. A sample counts if nine of ten of its timed calls ended while the other work still ran;
@@ -16,11 +16,15 @@ COVERED = 0.9
 
 
 def fit_slowdowns(samples: Sequence[Sample], runs: tuple[str, ...]) -> tuple[Slowdown, ...]:
-    """Return the slowdowns of samples that are ok, in the order of their first samples."""
+    """Return the slowdowns of the samples that are ok, in the order of the first of each."""
     alike: dict[tuple[object, ...], list[Sample]] = {}
     for sample in samples:
         op = sample.case.op
-        if isinstance(op, Overlap) and min(_of(sample, "covered")) >= COVERED:
+        if (
+            isinstance(op, Overlap)
+            and sample.status == "ok"
+            and min(_of(sample, "covered")) >= COVERED
+        ):
             way = getattr(op.compute, "direction", "")
             key = (type(op.compute), way, op.collective.kind, how(sample.case))
             alike.setdefault(key, []).append(sample)
@@ -40,5 +44,7 @@ def fit_slowdowns(samples: Sequence[Sample], runs: tuple[str, ...]) -> tuple[Slo
 
 
 def _of(sample: Sample, what: str) -> tuple[float, float]:
-    compute, collective = (sample.metrics[f"{of}_{what}"] for of in ("compute", "collective"))
+    compute, collective = (
+        sample.metrics.get(f"{of}_{what}", 0) for of in ("compute", "collective")
+    )
     return cast("float", compute), cast("float", collective)

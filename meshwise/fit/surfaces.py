@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from meshwise.fit.curves import held_out
+from meshwise.prices.evaluate import interpolate_utilisation, roofline_s
 from meshwise.prices.laws import Floats
-from meshwise.prices.measured import interpolate_utilisation, roofline_s
 from meshwise.spec import HeldOut, Shaped, Surface
 
 ODD = 30.0  # a utilisation further from the median by this factor is no measurement

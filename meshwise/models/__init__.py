@@ -18,6 +18,7 @@ from meshwise.spec import (
     AnyModel,
     Block,
     Decoder,
+    Elementwise,
     LayerKind,
     Layout,
     Op,
@@ -143,6 +144,7 @@ def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
     return task.part, layers[int(task.name.split(".")[1])].name
 
 
+@lru_cache(maxsize=4096)
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
     """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
     ep."""
@@ -165,15 +167,25 @@ def _block_program(block: Block, device: Device) -> Program:
 
 @lru_cache(maxsize=4096)
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
-    """Return the operations of a block; their prices add up to its composed price."""
+    """Return the operations of a block."""
     return tuple(task.op for task in block_tasks(block, device))
 
 
-def saved_block_bytes(block: Block, device: Device = "cuda") -> int:
+@lru_cache(maxsize=4096)
+def saved_block_bytes(block: Block, device: Device = "cuda", *, compiled: bool = False) -> int:
     """Return the bytes that the forward pass saves for a block's backward on one rank, the
-    block's input included."""
+    block's input included. A ``compiled`` layer computes again what it can, element by element,
+    from what it saves, if only element-wise work of backward reads it."""
     program = _block_program(block, device)
-    written = {name for t in program.tasks if t.phase == "forward" for name in t.writes}
+    writers = {name: t for t in program.tasks if t.phase == "forward" for name in t.writes}
     mine = block_tasks(replace(block, direction="backward"), device)
-    read = {name for task in mine for name in task.reads} & written
-    return sum(program.buffers[name].num_bytes for name in read)
+    saved = {name for task in mine for name in task.reads} & writers.keys()
+
+    def again(name: str) -> bool:
+        writer, lost = writers[name], writers.keys() - saved
+        tasks = [writer, *(task for task in mine if name in task.reads)]
+        by_element = all(isinstance(task.op, Elementwise) for task in tasks)
+        return by_element and writer.part == "layer" and lost.isdisjoint(writer.reads)
+
+    kept = {name for name in saved if not (compiled and again(name))}
+    return sum(program.buffers[name].num_bytes for name in kept)

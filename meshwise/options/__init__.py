@@ -41,18 +41,21 @@ if TYPE_CHECKING:  # from Python also objects; on the command line all of it is 
     Models = tuple[SomeModel, ...]
     SomeLanguageModel = LanguageModel | str
     SomeLayout = Layout | File
+    Layouts = tuple[SomeLayout, ...]
     SomeRecipe = Recipe | File
     Time = str | float
+    Many = str | float
     Rate = str | float
     Memory = str | int
     Shape = str  # with commas within
     Names = str | tuple[str, ...]
     Content = Any  # a file, or what is in it
 else:
-    Time = Rate = Memory = NewType("Quantity", str)  # of Python also a number
+    Time = Many = Rate = Memory = NewType("Quantity", str)  # of Python also a number
     Shape = NewType("Shape", str)
     SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Content = NewType("Thing", str)
-    File, Names, Models = str, tuple[str, ...], tuple[SomeModel, ...]
+    File, Names = str, tuple[str, ...]
+    Models, Layouts = tuple[SomeModel, ...], tuple[SomeLayout, ...]
 
 P = ParamSpec("P")
 R_contra = TypeVar("R_contra", contravariant=True)

@@ -3,8 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, File, Options, Range, SomeLanguageModel, SomeLayout
+from meshwise.options import (
+    PYTHON,
+    File,
+    Layouts,
+    Many,
+    Options,
+    Range,
+    SomeLanguageModel,
+    SomeLayout,
+    Time,
+)
 from meshwise.options.models import DECODERS, MODELS
+from meshwise.units import parse_count, some_seconds
 
 _COMPUTED = [name for name in DECODERS if not name.startswith(("gpt-oss", "llama-4"))]
 _MODEL = (
@@ -47,5 +58,69 @@ class PlanOptions(Options):
         'Price this layout instead of searching, JSON or a file of it, for example {"pp": 2, '
         '"dp": 2, "schedule": "1f1b", "num_microbatches": 4}; docs/formats.md lists the fields.'
     )
+    why_not: Layouts = ()
+    (
+        "Also compare this layout with the plan, JSON or a file of it as for --layout: whether it "
+        "is legal, fits, and in which parts of the step it loses; may be repeated."
+    )
+    what_if: bool = False
+    (
+        "Also search with 10 GB more memory a device, twice the network, twice the links within a "
+        "host and twice the batch, each alone: what is best then, and how much faster."
+    )
+    fewest: bool = False
+    (
+        "Plan for the fewest devices on which the model fits with this batch: of those that divide "
+        "a host, then of whole hosts, up to the cluster's."
+    )
+    deadline: Time | None = None
+    "Plan for the count of devices that takes --tokens within this time, as 10d, most cheaply."
+    tokens: Many | None = None
+    "Tokens (or images) of the whole training, as 300B."
+    price_per_gpu_hour: float | None = None
+    "Dollars of a device hour: what the plan costs for a million tokens, and for --tokens."
+    watts: float | None = None
+    "Power of a device with all that it needs: the energy likewise."
+    trace: File | None = None
+    "Also write the predicted step of every rank here, for ui.perfetto.dev."
     out: File = "plan.json"
     "The file to write."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("price_per_gpu_hour", "watts"):
+            if (rate := getattr(self, name)) is not None and not 0 < rate < float("inf"):
+                raise ValueError(f"{name} = {rate}: must be > 0")
+        sizing = [name for name in ("fewest", "deadline") if getattr(self, name)]
+        for name in (*sizing, *["what_if"] * self.what_if) if self.layout is not None else ():
+            raise ValueError(f"{name}: it searches, and a layout is given; leave one of them out")
+        if sizing and self.gpus is not None:
+            raise ValueError(
+                f"gpus = {self.gpus}: {sizing[0]} chooses how many; leave one of them out"
+            )
+        if len(sizing) > 1:
+            raise ValueError(f"deadline = {self.deadline!r}: leave it out, or fewest")
+        if self.num_tokens is None and self.deadline_s is not None:
+            raise ValueError(f"deadline = {self.deadline!r}: say for how many tokens, as 300B")
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The deadline in seconds."""
+        return None if self.deadline is None else some_seconds("deadline", self.deadline)
+
+    @property
+    def num_tokens(self) -> float | None:
+        """The tokens of the whole training."""
+        if self.tokens is None:
+            return None
+        if not (found := parse_count(str(self.tokens), "tokens")):
+            raise ValueError(f"tokens = {self.tokens!r}: must be > 0, as 300B")
+        return found
+
+    @property
+    def billed(self) -> tuple[float, ...]:
+        """The numbers of tokens to make bills of: a million, and all."""
+        rates = (self.price_per_gpu_hour, self.watts, self.num_tokens)
+        if all(rate is None for rate in rates):
+            return ()
+        return (1e6,) if self.num_tokens is None else (1e6, self.num_tokens)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, samples, show, steps, svg, tables
+from meshwise.pages import (
+    answers,
+    collectives,
+    figures,
+    operators,
+    samples,
+    show,
+    steps,
+    svg,
+    tables,
+)
 from meshwise.pages.steps import StepResult
 from meshwise.pages.table import Table, interval, percent
 from meshwise.spec import Costs, Plan, RunInfo, Sample
@@ -189,7 +199,8 @@ def _plan(contents: Contents) -> PageSection:
     if plan.prediction is None:
         return PageSection(title, figures=shown, tables=(tables.in_full(plan),))
     *candidates, parts = tables.plan(plan)
-    return PageSection(title, figures=shown, tables=tuple(candidates), folded=(parts,))
+    listed = (*candidates, *answers.of(plan))
+    return PageSection(title, figures=shown, tables=listed, folded=(parts,))
 
 
 def _prices(contents: Contents) -> PageSection:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from meshwise.pages import health, samples, steps, tables
+from meshwise.pages import answers, health, samples, steps, tables
 from meshwise.pages.table import Table, filled, grouped, listed, size, span
 from meshwise.spec import Case, Cluster, Costs, Plan, Record, RunInfo, Sample
 from meshwise.spec.checkpoint import Damage, Verified
@@ -197,7 +197,7 @@ _TABLES: dict[type, Callable[[Any], list[Table]]] = {
     TraceCheck: trace,
     Cluster: tables.cluster,
     Costs: tables.costs,
-    Plan: tables.plan,
+    Plan: lambda chosen: [*tables.plan(chosen), *answers.of(chosen)],
 }
 
 

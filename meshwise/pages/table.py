@@ -160,7 +160,7 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
     with console.capture() as captured:
         for table in tables:
             console.print(Text(plain(table.title), style="bold"))
-            is_narrow = console.width < WIDTH
+            is_narrow = console.width < WIDTH and bool(table.columns)
             for part in _parts(table, console.width) if is_narrow else [table]:
                 drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
                 drawn.show_header = any(part.columns)

@@ -55,6 +55,14 @@ DRY_RUN_LEGEND = (
 )
 NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
+UNSURE = (
+    "prices that they do not share may be off by more than the difference; "
+    "meshwise run --rivals decides."
+)
+SHARED = (
+    "No row ties with 1: intervals overlap, but rows share most errors of prices, and those that "
+    "they do not share are smaller than the difference."
+)
 
 
 _TIERS = {
@@ -155,7 +163,13 @@ def costs(prices: Costs) -> list[Table]:
         *_errors(lambda factor: factor.held_out),
         legend=("The ratio corrects every plan that holds the block.",),
     )
-    slowdowns = listed(
+    none = Table("No block was measured; plans add operations up as they are.", (), ())
+    found = filled(curves, surfaces, _by_data_sheet(prices))
+    return [*found, factors if prices.factors else none, *filled(_slowdowns(prices))]
+
+
+def _slowdowns(prices: Costs) -> Table:
+    return listed(
         "Work beside collectives",
         prices.slowdowns,
         ("work", lambda of: type(of.like.compute).__name__.lower()),
@@ -165,9 +179,6 @@ def costs(prices: Costs) -> list[Table]:
         ("collective takes", "collective", "{:.2f} x".format),
         left=3,
     )
-    none = Table("No block was measured; plans add operations up as they are.", (), ())
-    found = filled(curves, surfaces, _by_data_sheet(prices))
-    return [*found, factors if prices.factors else none, *filled(slowdowns)]
 
 
 def _by_data_sheet(prices: Costs) -> Table:
@@ -207,7 +218,7 @@ def plan(chosen: Plan) -> list[Table]:
     if told.tier == "datasheet" and not chosen.runs:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
-    said = (*_last_row(candidates), *_tight(chosen, candidates))
+    said = (*_last_row(candidates), *_tight(chosen, candidates), *_ties(candidates))
     legend = (*said, LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
         _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
@@ -230,6 +241,18 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     where = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
     said = f"Tight: the interval of the memory ends above {size} in {where}."
     return (said,) if rows else ()
+
+
+def _ties(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Name the rows whose difference to the first may be nothing but errors of prices."""
+    first, *others = candidates
+    rows = [str(row) for row, other in enumerate(others, 2) if other.ties]
+    if rows:
+        tie = f"Rows {', '.join(rows)} tie" if len(rows) > 1 else f"Row {rows[0]} ties"
+        return (f"{tie} with 1: {UNSURE}",)
+    told = first.prediction
+    overlap = any(other.prediction.low_s <= told.high_s for other in others)
+    return (SHARED,) * (overlap and bool(told.errors))
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -4,16 +4,9 @@ In: an operation. Out: its time, with an interval and the tier of its source.
 """
 
 from meshwise.prices.datasheet import Datasheet, on_hosts, unmeasured
+from meshwise.prices.evaluate import TOO_NOISY, Estimate, roofline_s, shape_op, times_of
 from meshwise.prices.key import in_step, name_of, op_key
-from meshwise.prices.measured import (
-    MEASURE,
-    TOO_NOISY,
-    Estimate,
-    Prices,
-    roofline_s,
-    shape_op,
-    times_of,
-)
+from meshwise.prices.measured import MEASURE, Prices
 
 __all__ = [
     "MEASURE",

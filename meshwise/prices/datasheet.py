@@ -86,19 +86,30 @@ class Together(Record, kw_only=True):
 class Beside(Record, kw_only=True):
     """Speeds of work and of a data-parallel collective while both run, each over its speed alone.
     ``products`` (attention and convolutions, too) and ``memory``-bound work: beside the collective.
-    ``collective``: beside these. ``messages``: of both, if the work is another message."""
+    ``collective``: beside these. ``messages``: of both, if the work is another message.
+    ``measured``: of all other work, and of the collective, by its kind."""
 
     products: PositiveFloat
     memory: PositiveFloat
     messages: PositiveFloat
     collective: PositiveFloat
     source: str
+    measured: dict[str, tuple[PositiveFloat, PositiveFloat]] = {}
 
-    def speed(self, op: Op) -> tuple[float, float]:
-        """Return the speeds of an operation and of the collective that runs beside it."""
+    def speed(self, op: Op, kind: str) -> tuple[float, float]:
+        """Return the speeds of an operation and of the collective of a kind that runs beside it."""
         if isinstance(op, Collective):
             return self.messages, self.messages
+        if kind in self.measured:
+            return self.measured[kind]
         return self.products if isinstance(op, Shaped) else self.memory, self.collective
+
+    @property
+    def fastest(self) -> tuple[float, float]:
+        """Return the highest speed of work that is no message, and of a collective beside it."""
+        usual = (max(self.products, self.memory), self.collective)
+        work, collective = zip(usual, *self.measured.values(), strict=True)
+        return max(work), max(collective)
 
 
 class Clocks(Record, kw_only=True):

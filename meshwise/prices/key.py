@@ -105,7 +105,7 @@ def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
     Single operations are eager: compiled code calls the same kernels for products, attention and
     collectives. The factors of its blocks cover its fused element-wise work.
     """
-    if isinstance(op, Block):
+    if isinstance(op, Block | Overlap):
         return How("warm", lowering)
     warm = cluster.device.kind == "cpu" or isinstance(op, Collective)
     return How("warm" if warm else "cold")

@@ -18,12 +18,26 @@ an error names the command.
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
+from statistics import fmean
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from meshwise.prices.datasheet import Datasheet, attainable
+from meshwise.prices.datasheet import Beside, Datasheet, attainable
+from meshwise.prices.evaluate import (
+    FAR,
+    Estimate,
+    both_notes,
+    from_curve,
+    interpolate_utilisation,
+    roofline_s,
+    shape_op,
+    slower_s,
+    times_of,
+    untested_as_unknown,
+)
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
@@ -50,12 +64,8 @@ MEASURE = (
     "meshwise calibrate"
 )
 AS_COPIES = "element-wise work that was not measured itself is priced as copies of as many bytes"
-TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
 MOST_BEYOND = 256  # times the largest measured size
-NEIGHBOURS = 4
-SHARP = 4  # where two limits are equal, work takes 19 % longer than either
 UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
-FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
 # The relative error that each difference between a category and its stand-in adds. The values of
 # storage, scaling, dtype and direction cover 9 of 10 pairs of cases on 4 H200 (stored under
@@ -85,42 +95,17 @@ UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
 Fitted = Curve | Surface | Factor
 
 
-class Estimate(NamedTuple):
-    """A price. ``error``: relative (held-out p90 of a fitted price). ``source``: its tier.
-    ``note``: remarks for the user, separated by semicolons."""
+class Placed(Protocol):
+    """An operation in a program (``models.Task``), with its stream and the buffers of its data."""
 
-    time_s: float
-    error: float
-    source: PriceTier
-    note: str = ""
-
-
-def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
-    """Return floor + max(FLOPs / rate, bytes / rate), a lower bound up to measurement noise.
-    ``peaks``: the peak of the operation's dtype over that of the surface's."""
-    rate = surface.flops_per_s * peaks
-    return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
-
-
-def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
-    """Return the operation of a measured shape."""
-    return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
-
-
-def interpolate_utilisation(
-    dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
-) -> float:
-    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2."""
-    distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
-    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-    weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
-    return math.exp(float((weights * log_utilisation[nearest]).sum() / weights.sum()))
-
-
-def times_of(curve: Curve) -> KnotTimes:
-    """Return a curve's times, for sizes of any shape. At a knot it is the measured time."""
-    law = curve.laws[curve.law]
-    return KnotTimes(curve.law, law.parameters, curve.x_bytes, curve.time_s, curve.end_s_per_byte)
+    @property
+    def op(self) -> Op: ...
+    @property
+    def stream(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def writes(self) -> tuple[str, ...]: ...
 
 
 class Prices:
@@ -301,7 +286,7 @@ class Prices:
             (x,) = key.coordinates.values()
             if isinstance(op, Collective) and x > MOST_BEYOND * price.x_bytes[-1]:
                 return self._too_far(op, f"{key.name}: {x / price.x_bytes[-1]:.0f} x beyond")
-            return _from_curve(price, self._times[id(price)], key.name, float(x))
+            return from_curve(price, self._times[id(price)], key.name, float(x))
         assert isinstance(price, Surface) and isinstance(op, Shaped), price
         dims = tuple(size(op, dim) for dim in price.dims)
         if own and dims in price.shapes:
@@ -311,7 +296,7 @@ class Prices:
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
         shapes, log_utilisation = self._log_utilisation(surface)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
-        error, note = _untested_as_unknown(surface.held_out), ""
+        error, note = untested_as_unknown(surface.held_out), ""
         apart = np.abs(np.log(shapes) - np.log(dims))
         nearest = math.exp(float(apart.max(axis=1).min()))
         if nearest > FAR:
@@ -333,52 +318,73 @@ class Prices:
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    def stretch_of(self, ops: Sequence[Op]) -> float:
-        """Return by how much the power cap slows products down in long work of these operations."""
-        products_s, others_s = self._bursts(ops)
-        name = self.costs.cluster.device.name
-        return attainable().clocks.stretch(name, products_s, others_s)
+    @cached_property
+    def beside(self) -> Beside:
+        """Speeds of work and data-parallel messages beside each other: of layers as measured, by
+        kind of message; else the figures that come with Meshwise."""
+        speeds: dict[str, list[tuple[float, float]]] = {}
+        for of in self.costs.slowdowns:
+            if isinstance(of.like.compute, Block):
+                speeds.setdefault(of.like.collective.kind, []).append(
+                    (1 / of.compute, 1 / of.collective)
+                )
+        means = {
+            kind: (fmean(work for work, _ in each), fmean(message for _, message in each))
+            for kind, each in speeds.items()
+        }
+        return msgspec.structs.replace(attainable().beside, measured=means)
 
-    def host_s(self, block: Block, ops: Sequence[Op]) -> float:
+    def stretch_of(self, tasks: Sequence[Placed]) -> float:
+        """Return by how much the power cap slows products down in long work of these tasks."""
+        seconds = {True: 0.0, False: 0.0}
+        for task in tasks:
+            found = self.estimate(task.op)
+            seconds[in_bursts(task.op, found)] += found.time_s
+        name = self.costs.cluster.device.name
+        return attainable().clocks.stretch(name, seconds[True], seconds[False])
+
+    def host_s(self, block: Block, tasks: Sequence[Placed]) -> float:
         """Return the seconds that a host usually takes to launch a block; 0 on CPUs, which launch
         nothing."""
         if self.costs.cluster.device.kind == "cpu":
             return 0.0
         known = attainable().host
         if self.costs.lowering == "eager":
-            return known.launch_s * len(ops)
-        messages = sum(isinstance(op, Collective) for op in ops)
+            return known.launch_s * len(tasks)
+        messages = sum(isinstance(task.op, Collective) for task in tasks)
         layer_s = known.forward_s if block.direction == "forward" else known.backward_s
         return layer_s + messages * known.message_s
 
-    def composed_s(self, ops: Sequence[Op], stretch: float | None = None) -> float:
-        """Return the seconds of operations one after the other, products slowed down by
-        ``stretch``, by default that of these operations alone."""
-        products_s, others_s = self._bursts(ops)
-        return (stretch or self.stretch_of(ops)) * products_s + others_s
-
-    def _bursts(self, ops: Sequence[Op]) -> tuple[float, float]:
-        """Return the seconds of products, as they were measured in bursts, and of other work."""
-        seconds = {True: 0.0, False: 0.0}
-        for op in ops:
-            found = self.estimate(op)
-            seconds[in_bursts(op, found)] += found.time_s
-        return seconds[True], seconds[False]
+    def composed_s(self, tasks: Sequence[Placed], stretch: float | None = None) -> float:
+        """Return the seconds of tasks one after the other, products slowed down by ``stretch``, by
+        default that of these tasks alone. Messages of cp have a stream of their own (``search``
+        runs whole programs so)."""
+        stretch = stretch or self.stretch_of(tasks)
+        now_s = free_s = 0.0
+        there: dict[str, float] = {}  # when messages arrive
+        for task in tasks:
+            found = self.estimate(task.op)
+            time_s = found.time_s * (stretch if in_bursts(task.op, found) else 1.0)
+            if task.stream == "cp":
+                free_s = max(free_s, now_s) + time_s
+                there.update(dict.fromkeys(task.writes, free_s))
+                continue
+            if there:
+                now_s = max([now_s, *(there.get(name, 0.0) for name in task.reads)])
+            now_s += time_s
+        return now_s
 
     def factor(
         self,
         block: Block,
-        ops: Sequence[Op],
+        tasks: Sequence[Placed],
         stretch: float | None = None,
-        *,
-        usual_host: bool = True,
     ) -> tuple[float, HeldOut | None]:
-        """Return the time of a block over ``composed_s`` of its operations ``ops``; 1 if none like
-        it was measured. If nothing at all was, return the ratio of language models' layers
-        elsewhere (images: 1). With ``usual_host`` a block like none measured takes at least what
-        hosts usually take (``host_s``)."""
-        composed_s = self.composed_s(ops, stretch)
-        host_s = self.host_s(block, ops) if usual_host else 0.0
+        """Return the time of a block over ``composed_s`` of its ``tasks``; 1 if none like it was
+        measured, or if nothing at all was the ratio of language models' layers elsewhere (images:
+        1). A block like none measured takes at least what hosts usually take (``host_s``)."""
+        composed_s = self.composed_s(tasks, stretch)
+        host_s = self.host_s(block, tasks)
         if self.datasheet is not None and self.nothing_measured:
             ratio = 1.0 if isinstance(block.model, WideResNet) else self.datasheet.known.block.ratio
             return slower_s(host_s, ratio * composed_s) / composed_s, None
@@ -396,7 +402,7 @@ class Prices:
             self._sources.add("transferred")
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            untried = UNTRIED if host_s or self.costs.lowering == "compiled" else None
+            untried = UNTRIED if host_s else None
             return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
         ratio = _at_size(found, found.ratio, block)
@@ -415,16 +421,16 @@ class Prices:
         half = (max(ratios) / min(ratios) - 1) / 2
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 
-    def saved_ratio(self, block: Block) -> float:
+    def saved_ratio(self, block: Block) -> float | None:
         """Return measured over counted bytes that a block saves for backward, or that it saves
-        where other ranks share it; 1 if neither was measured."""
+        where other ranks share it; None if neither was measured."""
         category = self._key(block).category
         found = self.known.get(category)
         if found is None and (near := self._nearest(block, category)):
             differ = {name for name, _ in {*category} ^ {*near[0]}}
             found = self.known[near[0]] if differ <= DEGREES else None
         if not isinstance(found, Factor) or not found.saved_ratio:
-            return 1.0
+            return None
         return _at_size(found, found.saved_ratio, block)
 
 
@@ -440,7 +446,7 @@ def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
     """Widen a price that another machine's measurements gave."""
     if not price.transferred_from:
         return found
-    note = _with(found.note, f"prices that {_elsewhere(price)}")
+    note = both_notes(found.note, f"prices that {_elsewhere(price)}")
     return Estimate(found.time_s, found.error + TRANSFERRED, "transferred", note)
 
 
@@ -449,62 +455,10 @@ def in_bursts(op: Op, estimate: Estimate) -> bool:
     return isinstance(op, Shaped) and estimate.source != "datasheet"
 
 
-def slower_s(one_s: float, other_s: float) -> float:
-    """Return the seconds of work that has two limits, such as the host's launches and the device:
-    the longer of the two, and up to 19 % more where they are near."""
-    return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
-
-
-def other_s(time_s: np.ndarray, one_s: np.ndarray | float) -> np.ndarray:
-    """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
-    it takes less."""
-    left: np.ndarray = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
-    return left
-
-
 def _outermost(group: str) -> tuple[int, str]:
     """Return the ranks of a group over its outermost links, and the name of these."""
     count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
     return int(count or 1), links
-
-
-def _from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
-    first, last = curve.x_bytes[0], curve.x_bytes[-1]
-    note = f"{name}: {TOO_NOISY}" if curve.noisy else ""
-    if x in curve.x_bytes and curve.law != "sigmoid":
-        return Estimate(curve.time_s[curve.x_bytes.index(x)], curve.noise, "measured", note)
-    time_s, error = float(times(x)), _untested_as_unknown(curve.held_out)
-    if first < x <= last:
-        return Estimate(time_s, error, "interpolated", note)
-    if x < first:  # at best in proportion to bytes, as the first two knots tell
-        said = f"{name}: {first / x:.1f} x below the smallest measured size"
-        return Estimate(time_s, error + _fall(curve, x), "extrapolated", _with(note, said))
-    if x > FAR * last:
-        note = _with(note, f"{name}: {x / last:.1f} x beyond the largest measured size")
-    # errors beyond were tested at about 16 times the last size; nearer, less of them counts
-    tested = max(error, _untested_as_unknown(curve.beyond)) * math.log(x / last, 16)
-    least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
-    bounds = max(most / time_s, time_s / least) - 1
-    return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)
-
-
-def _fall(curve: Curve, x: float) -> float:
-    """Return the factor, less 1, by which a message below all knots may be faster than the first:
-    times fall on as between the first two knots, to nothing at worst."""
-    sizes, times_s, slope = curve.x_bytes, curve.time_s, 1.0
-    if len(sizes) > 1:
-        slope = math.log(times_s[1] / times_s[0]) / math.log(sizes[1] / sizes[0])
-    fall: float = (sizes[0] / x) ** min(max(slope, 0.0), 1.0)
-    return fall - 1
-
-
-def _with(note: str, more: str) -> str:
-    return f"{note}; {more}" if note else more
-
-
-def _untested_as_unknown(held_out: HeldOut) -> float:
-    """Return the error of a price: 100 % if it could not be tested on left-out points."""
-    return held_out.p90 if held_out.num_points else 1.0
 
 
 def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:

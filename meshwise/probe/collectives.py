@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwise import nccl
 from meshwise.probe import pattern, symmetric
+from meshwise.probe.cases import effort
 from meshwise.probe.cases.collectives import BACKENDS, SYMMETRIC
 from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
@@ -37,8 +38,6 @@ _REDOPS = {
     "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG,
 }  # fmt: skip
-_BATCH = ((64 * 2**20, 20), (2**30, 10))  # (largest size, calls in a graph)
-_LARGE_BATCH = 4
 
 
 class Party(NamedTuple):
@@ -132,7 +131,7 @@ def build(case: Case, groups: Groups) -> Work:
     if party is None:
         idle = torch.zeros(1, device=device)
         check = functools.partial(_check, op, device, None, None)
-        return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
+        return Work(calls=(idle.zero_,), check=check, batch=effort.batch(op), on_host=on_host)
     if backend in SYMMETRIC:
         dtype, (sent, received) = sent_dtype(op), _lengths(op, party.here)
         source, handle = groups.heap.source(sent, dtype, party.group, device)
@@ -146,12 +145,7 @@ def build(case: Case, groups: Groups) -> Work:
         if communicator is not None:
             call = _direct(op, buffers, party.here, communicator)
     check = functools.partial(_check, op, device, party, buffers)
-    return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
-
-
-def batch(op: Collective) -> int:
-    """Return how many calls are timed as one, in regimes that do so: fewer for large messages."""
-    return next((calls for limit, calls in _BATCH if op.size_bytes <= limit), _LARGE_BATCH)
+    return Work(calls=(call,), check=check, batch=effort.batch(op), on_host=on_host)
 
 
 def _check_offered(op: Collective, backend: str) -> None:

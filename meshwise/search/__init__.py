@@ -1,8 +1,16 @@
 """Find the best layout: enumerate the legal ones, price each, rank by predicted step time."""
 
+from meshwise.search.bill import bill
 from meshwise.search.explain import explain
 from meshwise.search.find import find, given
 from meshwise.search.predict import predict
+from meshwise.search.sizes import cheapest, fewest
 from meshwise.search.space import check
+from meshwise.search.spans import spans
+from meshwise.search.what_if import what_if
+from meshwise.search.why_not import why_not
 
-__all__ = ["check", "explain", "find", "given", "predict"]
+__all__ = [
+    "bill", "cheapest", "check", "explain", "fewest", "find", "given", "predict", "spans",
+    "what_if", "why_not",
+]  # fmt: skip

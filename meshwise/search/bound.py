@@ -141,9 +141,9 @@ def side_by_side_s(work_s: float, messages_s: float, sent_s: float, beside: Besi
         return work_s + sent_s
     passed_s = min(sent_s, max(0.0, 2 - 1 / beside.messages) * messages_s)
     work_s, sent_s = work_s - messages_s, sent_s - passed_s
-    speed = max(beside.products, beside.memory)
-    together_s = min(work_s / speed, sent_s / beside.collective)
-    saved_s = max(0.0, speed + beside.collective - 1) * together_s
+    speed, collective = beside.fastest
+    together_s = min(work_s / speed, sent_s / collective)
+    saved_s = max(0.0, speed + collective - 1) * together_s
     return messages_s + work_s + sent_s - saved_s
 
 

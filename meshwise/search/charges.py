@@ -5,18 +5,18 @@ down, by the mix of each block's forward and backward. FSDP2's copies are slower
 What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import Piece, Task, block_ops, device_of
+from meshwise.models import Piece, Task, block_tasks, device_of
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Estimate, Prices
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, LayerKind, Layout, Op
+from meshwise.spec import Block, Collective, HeldOut, Layout
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -46,22 +46,19 @@ class Corrections(NamedTuple):
 
 def corrections(
     blocks: Mapping[tuple[Piece, str], Block],
-    kinds: Sequence[LayerKind],
     pieces: Pieces,
     prices: Prices,
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
-    and direction; ``kinds``: of all layers of the model."""
+    and direction."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
-    ops = {key: block_ops(block, device) for key, block in blocks.items()}
-    alike = len({*kinds}) == 1  # else one block stands for layers of several kinds
-    both: dict[Piece, list[Op]] = {}
+    tasks = {key: block_tasks(block, device) for key, block in blocks.items()}
+    both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
-        both.setdefault(piece, []).extend(ops[piece, direction])
+        both.setdefault(piece, []).extend(tasks[piece, direction])
     stretch = {piece: prices.stretch_of(each) for piece, each in both.items()}
     factors = {
-        key: prices.factor(block, ops[key], stretch[key[0]], usual_host=alike or bool(key[0][1]))
-        for key, block in blocks.items()
+        key: prices.factor(block, tasks[key], stretch[key[0]]) for key, block in blocks.items()
     }
     return Corrections(factors, pieces, stretch)
 
@@ -69,7 +66,7 @@ def corrections(
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     """Return how data-parallel messages and other work slow each other down within a pipeline rank.
     Messages that leave the host do not share their links with tensor parallelism's."""
-    cluster, known = prices.costs.cluster, attainable().beside
+    cluster, known = prices.costs.cluster, prices.beside
     if cluster.device.kind == "cpu":
         return None
     leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host

@@ -11,7 +11,7 @@ from meshwise.models import program_of
 from meshwise.prices import Prices
 from meshwise.search.charges import corrections
 from meshwise.search.stage import StageKind, blocks_in, graph_of, kinds_of, pieces_of
-from meshwise.spec import Costs, Op, Plan, Record, layer_kinds
+from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
 
@@ -35,9 +35,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
-    correct = corrections(
-        blocks_in(kind, plan.dtype), layer_kinds(kind.model, kind.seq_len), pieces_of(kind), prices
-    )
+    correct = corrections(blocks_in(kind, plan.dtype), pieces_of(kind), prices)
     rows: list[Explained] = []
     for task in program_of(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:

@@ -44,6 +44,10 @@ log = logging.getLogger("meshwise")
 _ROUNDS = 4  # of choosing uneven pipelines
 
 
+class NoLayout(ValueError):
+    """No layout is legal, can be priced, or fits."""
+
+
 class _Progress:
     """Logs a line when a search has been silent for five seconds."""
 
@@ -102,12 +106,12 @@ def find(
     ranked = _with_uneven(model, workload, prices, ranked, num_devices)
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and not layouts:
-        raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
+        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     if not ranked and nearest is None:
-        raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
+        raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
         assert nearest is not None
-        raise ValueError(
+        raise NoLayout(
             f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
             f"{nearest.layout.name}: {nearest.reason}"
         )
@@ -120,7 +124,10 @@ def find(
     best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
-        runners_up=tuple(others),
+        runners_up=tuple(
+            msgspec.structs.replace(other, ties=other.prediction.ties(best.prediction))
+            for other in others
+        ),
         removed=tuple(removed),
         nearest_infeasible=nearest,
         num_considered=num_considered,
@@ -355,11 +362,14 @@ def _nearest(
     if found is None:
         return None
     layout, rank, peak = found
-    missing = peak.total_bytes - limit
+    missing, reason = peak.total_bytes - limit, shortfall(rank, peak, limit)
+    return Infeasible(layout=layout, missing_bytes=missing, reason=reason)
+
+
+def shortfall(rank: int, peak: Peak, limit: float) -> str:
+    """Say how many bytes a rank lacks, and what most of its memory is."""
     name, size = max(peak.parts.items(), key=lambda part: part[1])
-    return Infeasible(
-        layout=layout,
-        missing_bytes=missing,
-        reason=f"rank {rank} needs {format_bytes(missing)} more; its largest part "
-        f"is {name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})",
+    return (
+        f"rank {rank} needs {format_bytes(peak.total_bytes - limit)} more; its largest part is "
+        f"{name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})"
     )

@@ -26,6 +26,7 @@ from meshwise.search.simulate import (
     WEIGHTS,
     Amounts,
     Charge,
+    Errors,
     Live,
     Peak,
     Spent,
@@ -65,14 +66,26 @@ class Timetable(NamedTuple):
     coming: tuple[np.ndarray, ...]
 
 
+class StepOnPaper(NamedTuple):
+    """A step on paper. ``spent``: by element of the timetable. The rest by rank: its actions, when
+    their data-parallel traffic is ``over``, when the optimizer is ``ready`` to start, and when it
+    ends (``finish``)."""
+
+    spent: list[Spent]
+    spans: list[list[Span]]
+    over: list[float]
+    ready: list[float]
+    finish: list[float]
+
+
 class StepTime(NamedTuple):
     """The step time of the rank that ends last. ``parts`` add up to ``time_s``. ``errors``: the
-    possible errors by group of prices."""
+    possible errors, of hidden work too."""
 
     time_s: float
     rank: int
     parts: Amounts
-    errors: Amounts
+    errors: Errors
 
 
 @lru_cache(maxsize=128)
@@ -123,22 +136,23 @@ def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) 
     )
 
 
-def step_time(
+def course(
     stages: Sequence[StageCost],
     times: Timetable,
     hops: Sequence[Charge | None],
     exchange: Charge | None,
-) -> StepTime:
-    """Return the step's seconds. ``hops[s]``: the price of sending a tensor between stages s and
-    s + 1; None if both are on one rank, and for the last stage. ``exchange``: the price of sending
-    the gradients of a tied embedding between the first and the last stage."""
+) -> StepOnPaper:
+    """Run a step's actions on paper. ``hops[s]``: the price of sending a tensor between stages s
+    and s + 1; None if both are on one rank, and for the last stage. ``exchange``: the price of
+    sending the gradients of a tied embedding between the first and the last stage."""
     spent = [stages[stage].actions[kind][place][0] for stage, kind, place in times.elements]
-    duration = {
-        action: sum([spent[number].time_s for number in numbers])
-        for action, numbers in times.of_action.items()
-    }
+    of_action, seconds = times.of_action, [of.time_s for of in spent]
     hop_s = [hop.time_s if hop else 0.0 for hop in hops]
-    spans = schedule.simulate(times.table, duration.__getitem__, hop_s.__getitem__)
+
+    def duration(action: Action) -> float:
+        return sum([seconds[number] for number in of_action[action]])
+
+    spans = schedule.simulate(times.table, duration, hop_s.__getitem__)
     held = times.held
     over = [_traffic_ends(row, times, spent) for row in spans]
     ready = list(over)
@@ -150,11 +164,22 @@ def step_time(
         at + sum(stages[stage].optimizer.time_s for stage in mine)
         for at, mine in zip(ready, held, strict=True)
     ]
+    return StepOnPaper(spent, spans, over, ready, finish)
+
+
+def step_time(
+    stages: Sequence[StageCost],
+    times: Timetable,
+    hops: Sequence[Charge | None],
+    exchange: Charge | None,
+) -> StepTime:
+    """Return the step's seconds; arguments as of ``course``."""
+    spent, spans, over, ready, finish = course(stages, times, hops, exchange)
     rank = finish.index(max(finish))
 
-    parts, errors = Amounts(), Amounts()
+    parts, errors = Amounts(), Errors()
     done = [(spent[number], count) for number, count in Counter(times.rows[rank].tolist()).items()]
-    for cost, count in done + [(stages[stage].optimizer, 1) for stage in held[rank]]:
+    for cost, count in done + [(stages[stage].optimizer, 1) for stage in times.held[rank]]:
         add_all(parts, cost.parts, count)
         add_all(errors, cost.errors, count)
     clock = 0.0
@@ -178,13 +203,14 @@ def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent])
     return clock + max(queued_s, 0.0)
 
 
-def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:
+def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Errors) -> None:
     """Book idle time: as transfer up to the transfer's own time, the rest as pipeline bubble."""
     if idle_s > 0:
         assert came is not None, "a rank waits only for others"
         on_its_way = min(idle_s, came.time_s)
         add(parts, came.part, on_its_way)
-        add(errors, came.group, came.error_s * (on_its_way / came.time_s if on_its_way else 0.0))
+        share = on_its_way / came.time_s if on_its_way else 0.0
+        add(errors, (came.group, came.part), came.error_s * share)
         add(parts, BUBBLE, idle_s - on_its_way)
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from meshwise import schedule
 from meshwise.models import families, step_flops, stream_shape
@@ -22,7 +23,7 @@ from meshwise.models.decoder import weights
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
-from meshwise.search.pipeline import BUBBLE, peak_memory, step_time, timetable
+from meshwise.search.pipeline import BUBBLE, StepTime, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.spec import (
@@ -47,16 +48,23 @@ OUTSIDE = "CUDA and NCCL, outside the allocator"
 _flops = lru_cache(step_flops)
 
 
+class PricedStages(NamedTuple):
+    """The arguments of ``pipeline.course``: priced stages, their timetable, messages between them,
+    and the exchange of a tied embedding's gradients."""
+
+    stages: list[StageCost]
+    times: Timetable
+    hops: list[Charge | None]
+    exchange: Charge | None
+
+
 def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
-    stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
-    prices.begin()
-    hops = [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, costs)]
-    exchange = _charge(exchanged(model, layout, costs), EXCHANGE, prices)
-    about = (layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
-    step = step_time(stages, timetable(*about), hops, exchange)
-    relative = math.hypot(*step.errors.values()) / (step.time_s - step.parts.get(BUBBLE, 0.0))
+    priced = staged(model, workload, layout, prices)
+    stages, step = priced.stages, step_time(*priced)
+    errors = _errors(step)
+    relative = math.hypot(*[sum(of.values()) for of in errors.values()]) / step.time_s
 
     rank, peak = memory_of(model, workload, layout, prices, stage_cost)
     extra = max(stage.unit_bytes for stage in stages)
@@ -69,6 +77,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         low_s=step.time_s * max(0.0, 1 - relative),
         high_s=step.time_s * (1 + relative),
         time_parts=_parts(step.parts, relative),
+        errors=errors,
         peak_memory_bytes=peak.total_bytes,
         memory_low_bytes=max(0.0, peak.total_bytes - extra),
         memory_high_bytes=peak.total_bytes + extra,
@@ -84,6 +93,28 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         notes=(*_for_run(costs, layout), *notes, *where),
         tier=max(prices.tier, *[stage.tier for stage in stages], key=TIERS.index),
     )
+
+
+def staged(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> PricedStages:
+    """Price the stages of a layout and what they send each other."""
+    stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
+    prices.begin()
+    return PricedStages(
+        stages,
+        timetable(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches),
+        [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, prices.costs)],
+        _charge(exchanged(model, layout, prices.costs), EXCHANGE, prices),
+    )
+
+
+def _errors(step: StepTime) -> dict[str, dict[str, float]]:
+    """Return the possible errors in seconds, by group of prices and part of the step. The bubble is
+    as far off as the rest."""
+    found: dict[str, dict[str, float]] = {}
+    for (group, part), error_s in step.errors.items():
+        of_all = error_s * step.time_s / (step.time_s - step.parts.get(BUBBLE, 0.0))
+        found.setdefault(group, {})[part] = of_all
+    return found
 
 
 def _of_microbatch(stage: StageCost) -> StageTimes:

@@ -16,14 +16,17 @@ gathered weights, so these count in full, not as a difference.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from meshwise.models import Loop, Program, Task
 from meshwise.prices.datasheet import Beside
+from meshwise.spec import Op
 
 Amounts = dict[str, float]
+Errors = dict[tuple[str, str], float]  # seconds, by group of prices and part of the step
+Name = TypeVar("Name", str, tuple[str, str])
 WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights and gradients"
 SLOWED = "work slowed down by data-parallel communication"
 SUMS = "gradient sums over tp"
@@ -49,15 +52,15 @@ class Charge(NamedTuple):
 
 class Spent(NamedTuple):
     """Seconds of an action. ``parts``: of the compute stream; they add up to ``time_s``, and idle
-    time counts as exposed traffic. ``errors``: of all streams, by group of prices. ``traffic_s``:
-    of its data-parallel transfers if nothing runs beside them. Its last transfer ends ``lag_s``
-    after the action, or later if transfers of earlier actions are still queued. ``served_s``: the
-    seconds of transfers that can pass during the action.
+    time counts as exposed traffic. ``errors``: of all streams. ``traffic_s``: of its data-parallel
+    transfers if nothing runs beside them. Its last transfer ends ``lag_s`` after the action, or
+    later if transfers of earlier actions are still queued. ``served_s``: the seconds of transfers
+    that can pass during the action.
     """
 
     time_s: float
     parts: Amounts
-    errors: Amounts
+    errors: Errors
     traffic_s: float
     lag_s: float
     served_s: float = 0.0
@@ -76,12 +79,12 @@ class Live(NamedTuple):
     left: Amounts
 
 
-def add(amounts: Amounts, name: str, amount: float) -> None:
+def add(amounts: dict[Name, float], name: Name, amount: float) -> None:
     if amount:
         amounts[name] = amounts.get(name, 0.0) + amount
 
 
-def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
+def add_all(amounts: dict[Name, float], more: dict[Name, float], count: int = 1) -> None:
     for name, amount in more.items():
         add(amounts, name, count * amount)
 
@@ -98,12 +101,14 @@ def run_program(
 
 
 class _Message:
-    """A transfer of the data-parallel stream that has not ended: the seconds it needs alone."""
+    """A transfer of the data-parallel stream that has not ended: the seconds it needs alone, and
+    the kind of its collective."""
 
-    __slots__ = ("left_s", "writes")
+    __slots__ = ("kind", "left_s", "writes")
 
-    def __init__(self, left_s: float, writes: tuple[str, ...]) -> None:
-        self.left_s, self.writes = left_s, writes
+    def __init__(self, left_s: float, task: Task) -> None:
+        self.left_s, self.writes = left_s, task.writes
+        self.kind: str = getattr(task.op, "kind", "")
 
 
 class _Clocks:
@@ -127,7 +132,7 @@ class _Clocks:
         """Run an action: ``tasks[start:stop]``."""
         begin_s = self.now_s
         self.traffic_s = self.served_s = self.own_s = 0.0
-        parts, errors, at = Amounts(), Amounts(), start
+        parts, errors, at = Amounts(), Errors(), start
         while at < stop:
             if at in self.loops:
                 self._repeat(self.loops[at], parts, errors)
@@ -138,14 +143,14 @@ class _Clocks:
         time_s = self.now_s - begin_s
         return Spent(time_s, parts, errors, self.traffic_s, self.own_s, self.served_s)
 
-    def _step(self, task: Task, parts: Amounts, errors: Amounts) -> None:
+    def _step(self, task: Task, parts: Amounts, errors: Errors) -> None:
         charge = self.charge(task)
-        add(errors, charge.group, charge.error_s)
+        add(errors, (charge.group, charge.part), charge.error_s)
         if self.beside is None:
             self.now_s += charge.time_s
             add(parts, charge.part, charge.time_s)
         elif task.stream == "dp":
-            message = _Message(charge.time_s, task.writes)
+            message = _Message(charge.time_s, task)
             self.queue.append(message)
             self.coming.update(dict.fromkeys(task.writes, message))
             self.traffic_s += charge.time_s
@@ -156,7 +161,7 @@ class _Clocks:
         else:
             self._wait(task, parts)
             begin_s = self.now_s
-            self._compute(charge.time_s, self.beside.speed(task.op))
+            self._compute(charge.time_s, task.op)
             add(parts, charge.part, charge.time_s)
             if (slowed_s := self.now_s - begin_s - charge.time_s) > 1e-12 * self.now_s:
                 add(parts, SLOWED, slowed_s)
@@ -174,22 +179,30 @@ class _Clocks:
             until_s = max([self.shared.get(name, 0.0) for name in task.reads], default=0.0)
             if (idle_s := until_s - self.now_s) > 0:
                 add(parts, SHARING, idle_s)
-                self._compute(idle_s, (1.0, 1.0))
+                self._compute(idle_s)
 
-    def _compute(self, left_s: float, speed: tuple[float, float]) -> None:
-        """Work for ``left_s`` seconds. Beside a transfer, work and transfer have these speeds."""
-        work, transfer = speed
-        begin_s = self.now_s
+    def _compute(self, left_s: float, op: Op | None = None) -> None:
+        """Work for ``left_s`` seconds, by default without slowing down transfers. An operation and
+        the transfer that runs beside it slow each other down."""
         while self.queue and left_s:
-            arrives_s = self.queue[0].left_s / transfer
+            message = self.queue[0]
+            work, transfer = self._speed(op, message.kind)
+            arrives_s = message.left_s / transfer
             if arrives_s > left_s / work:
-                self.queue[0].left_s -= left_s / work * transfer
-                self.now_s, left_s = self.now_s + left_s / work, 0.0
+                message.left_s -= left_s / work * transfer
+                arrives_s, left_s = left_s / work, 0.0
             else:
-                self.now_s, left_s = self.now_s + arrives_s, left_s - arrives_s * work
+                left_s -= arrives_s * work
                 self._arrived()
+            self.now_s += arrives_s
+            self._serve(transfer * arrives_s)
         self.now_s += left_s
-        self._serve(transfer * (self.now_s - begin_s))
+        self._serve(self._speed(op)[1] * left_s)
+
+    def _speed(self, op: Op | None, kind: str = "") -> tuple[float, float]:
+        if op is None or self.beside is None:
+            return 1.0, 1.0
+        return self.beside.speed(op, kind)
 
     def _serve(self, served_s: float) -> None:
         self.served_s += served_s
@@ -202,13 +215,13 @@ class _Clocks:
             if self.coming.get(name) is message:
                 del self.coming[name]
 
-    def _repeat(self, loop: Loop, parts: Amounts, errors: Amounts) -> None:
+    def _repeat(self, loop: Loop, parts: Amounts, errors: Errors) -> None:
         """Run turns of a loop until the transfers under way repeat. Then add all remaining turns at
         once."""
         tasks, left = self.tasks[loop.start : loop.stop], loop.times
         before = [each.left_s for each in self.queue]
         while left:
-            turn, wrong, began_s = Amounts(), Amounts(), self.now_s
+            turn, wrong, began_s = Amounts(), Errors(), self.now_s
             sent_s, served_s, own_s = self.traffic_s, self.served_s, self.own_s
             for task in tasks:
                 self._step(task, turn, wrong)

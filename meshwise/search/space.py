@@ -52,8 +52,8 @@ def legal_layouts(
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
         reason = (
             placement.obstacle(model, workload.seq_len, layout)
-            or _nothing_gained(layout, costs.cluster.num_devices_per_host)
-            or _cannot_run(layout, model, costs)
+            or nothing_gained(layout, costs.cluster.num_devices_per_host)
+            or cannot_run(layout, model, costs)
         )
         if reason is None:
             stages = layout.num_stages
@@ -157,7 +157,8 @@ def _cuts(layout: Layout, local_batch: int, pp: int, layers: int) -> Iterator[La
             )
 
 
-def _nothing_gained(layout: Layout, host: int) -> str | None:
+def nothing_gained(layout: Layout, host: int) -> str | None:
+    """Return why another legal layout is as good, or None. ``host``: its devices."""
     if layout.zero == 1 and layout.num_microbatches == 1:
         return "zero 1 is zero 2 when there is one microbatch"
     if layout.schedule == "gpipe":
@@ -169,7 +170,8 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
     return None
 
 
-def _cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
+def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
+    """Return why the layout's schedule cannot be used, or None."""
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"

@@ -29,6 +29,7 @@ from meshwise.models import (
     piece_of,
     program_of,
     saved_activation_bytes,
+    saved_block_bytes,
 )
 from meshwise.models.apply import repeated
 from meshwise.models.shard import SPLIT_LOSS
@@ -174,8 +175,8 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], Charge]]:
     """Return a stage's program, and what each of its tasks costs."""
     form, stands_for = _form(kind, prices)
-    blocks, kinds = blocks_in(kind, prices.costs.dtype), layer_kinds(kind.model, kind.seq_len)
-    charge = charges(corrections(blocks, kinds, form.pieces, prices), prices)
+    blocks = blocks_in(kind, prices.costs.dtype)
+    charge = charges(corrections(blocks, form.pieces, prices), prices)
     return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
 
 
@@ -325,7 +326,7 @@ def _cost(
     measured = [
         blocks.get((piece, "backward")) for piece in form.saved
     ]  # an image model's head is not
-    saved = [1.0 if block is None else prices.saved_ratio(block) for block in measured]
+    saved = [1.0 if block is None else _saved_ratio(block, prices) for block in measured]
     if "selective" in kind.recompute:
         saved = [
             _of_selective(ratio, kind, costs.dtype) if part == "layer" else ratio
@@ -347,6 +348,16 @@ def _cost(
         notes=tuple(prices.notes),
         tier=prices.tier,
     )
+
+
+def _saved_ratio(block: Block, prices: Prices) -> float:
+    """Return the share of counted bytes that a block saves: as measured, else by the rule for
+    compiled layers. It holds for language models; of images it is not enough."""
+    measured = prices.saved_ratio(block)
+    by_rule = prices.costs.lowering == "compiled" and not isinstance(block.model, WideResNet)
+    if measured is not None or not by_rule:
+        return measured or 1.0
+    return saved_block_bytes(block, compiled=True) / saved_block_bytes(block)
 
 
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:

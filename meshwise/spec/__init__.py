@@ -1,5 +1,6 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
+from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, WhatIf, WhyNot
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -73,8 +74,10 @@ __all__ = [
     "EXPANSION",
     "EXPERT_ALIGNMENT",
     "TIERS",
+    "Answers",
     "AnyModel",
     "Attention",
+    "Bill",
     "Block",
     "Candidate",
     "Case",
@@ -87,7 +90,9 @@ __all__ = [
     "Decoder",
     "Derived",
     "Device",
+    "DeviceCount",
     "DeviceState",
+    "Difference",
     "Dilation",
     "Elementwise",
     "Experts",
@@ -128,6 +133,8 @@ __all__ = [
     "Tier",
     "Way",
     "WeightLayout",
+    "WhatIf",
+    "WhyNot",
     "WideResNet",
     "Workload",
     "case_of",

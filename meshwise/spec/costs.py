@@ -151,7 +151,7 @@ class Surface(Price, kw_only=True):
 class Factor(Price, kw_only=True):
     """Corrects the sum of a block's operations' prices, products slowed down by the power cap: to
     ``ratio`` times the sum, and no less than the ``host_s`` that the host takes to launch it
-    (``prices.measured.slower_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are
+    (``prices.evaluate.slower_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are
     by ``Block.activation_elements``."""
 
     like: Block
@@ -174,8 +174,8 @@ class Factor(Price, kw_only=True):
 
 
 class Slowdown(Price, kw_only=True):
-    """How much work and a collective slow each other down: the time of each beside the other over
-    its time alone. Work of one type (a block, say) and direction shares one."""
+    """The times of work and of a collective beside each other, each over its time alone. Work of
+    one type (a block, say) and direction shares one."""
 
     like: Overlap
     compute: PositiveFloat

@@ -1,11 +1,13 @@
 """A plan: a layout, its devices, its predicted cost, and the alternatives considered."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
+from meshwise.spec.answers import Answers
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, TpSums, Way, Workload, rank_of
@@ -52,7 +54,8 @@ class Prediction(Record, kw_only=True):
     lookup, plus 12*layers*hidden*seq per token, attention not halved) against the datasheet
     peak; None if the device's peak is unknown. ``time_parts``: of the rank that ends last.
     ``stage_times``: one for every stage of a pipeline. ``tier``: the lowest tier of the prices
-    used; None in older files.
+    used; None in older files. ``errors``: the possible errors in seconds, by group of prices and
+    part of the step; they add up within a group, and groups are independent.
     """
 
     step_time_s: PositiveFloat
@@ -69,11 +72,33 @@ class Prediction(Record, kw_only=True):
     stage_times: tuple[StageTimes, ...] = ()
     notes: tuple[str, ...] = ()  # prices that were extrapolated or stood in for another
     tier: PriceTier | None = None
+    errors: dict[str, dict[str, NonNegativeFloat]] = {}
+
+    def difference_error_s(self, other: "Prediction") -> float:
+        """Return the possible error of the difference of two step times. Where both do work of one
+        part by prices of one group, these are off alike, and only what one does more of it counts.
+        That adds up within a group; groups are independent."""
+        groups = self.errors.keys() | other.errors.keys()
+        apart = []
+        for group in groups:
+            mine, theirs = self.errors.get(group, {}), other.errors.get(group, {})
+            parts = mine.keys() | theirs.keys()
+            apart.append(sum(abs(mine.get(p, 0.0) - theirs.get(p, 0.0)) for p in parts))
+        return math.hypot(*apart)
+
+    def ties(self, other: "Prediction") -> bool:
+        """Whether errors that the two do not share may be larger than the difference of their
+        step times. Without ``errors``, as in older files, nothing ties."""
+        apart_s = abs(self.step_time_s - other.step_time_s)
+        return bool(self.errors) and apart_s <= self.difference_error_s(other)
 
 
 class Candidate(Record, kw_only=True):
+    """A layout and its cost. ``ties``: with the chosen one (``Prediction.ties``)."""
+
     layout: Layout
     prediction: Prediction
+    ties: bool = False
 
 
 class Removal(Record, kw_only=True):
@@ -223,6 +248,7 @@ class Plan(Record, kw_only=True):
     nearest_infeasible: Infeasible | None = None
     num_considered: NonNegative = 0
     runs: tuple[str, ...] = ()
+    answers: Answers = Answers()
     versions: dict[str, str] = {}  # under which its prices were measured, as of ``Costs``
 
     def check(self) -> None:

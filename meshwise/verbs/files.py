@@ -64,11 +64,12 @@ def warn_if_expired(measured: Mapping[str, str], now: Mapping[str, str]) -> None
         )  # fmt: skip
 
 
-def record(given: T | Path | str, kind: type[T]) -> T:
-    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
+def record(given: T | Path | str, kind: type[T], name: str = "") -> T:
+    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file. ``name``:
+    the option that gave it, by default the kind."""
     if isinstance(given, kind):
         return given
-    text, name = str(given), kind.__name__.lower()
+    text, name = str(given), name or kind.__name__.lower()
     if not text.strip():
         raise ValueError(f"{name} = {text!r}: give JSON, or a file of it")
     return store.parse(text, kind, name) if text.lstrip()[0] == "{" else store.read(text, kind)

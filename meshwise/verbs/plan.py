@@ -5,14 +5,27 @@ all come from the data sheet. So do links between more hosts than were measured.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from meshwise import timeline
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
 from meshwise.prices import on_hosts, unmeasured
-from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
+from meshwise.spec import (
+    Answers,
+    AnyModel,
+    Cluster,
+    Costs,
+    DeviceCount,
+    Layout,
+    Model,
+    Plan,
+    WideResNet,
+    Workload,
+)
 from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 from meshwise.verbs import files
@@ -27,6 +40,7 @@ def plan(asked: PlanOptions) -> Plan:
     none of them is a pipeline, add the fastest pipeline for comparison. Prices come from
     costs.json, or with ``cluster`` from its data sheet. With both ``costs`` and ``cluster``, prices
     within a host are measured, those between hosts the cluster's. Models, layouts may be records.
+    What else was asked, as ``why_not``, is answered in ``Plan.answers``.
     """
     from meshwise import search
     from meshwise.models import catalogue
@@ -42,10 +56,12 @@ def plan(asked: PlanOptions) -> Plan:
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
+    others = [files.record(each, Layout, "why_not") for each in asked.why_not]
     batch = asked.global_batch_size
     if batch is None and layout is not None:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
+    sizes: tuple[DeviceCount, ...] = ()
     if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
@@ -58,12 +74,64 @@ def plan(asked: PlanOptions) -> Plan:
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
         _warn_of_memory(found)
     else:
-        size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
-        found = search.find(
-            chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
-        )
+        found, sizes = _searched(chosen, workload, prices, asked)
+    found = _answered(found, asked, prices, others, sizes)
     files.replace(asked.out, found)
+    if asked.trace is not None:
+        spans = search.spans(found, prices, measured_only=measured_only)
+        log.info("wrote %s", timeline.write(Path(asked.trace), found.layout, spans))
     return found
+
+
+def _searched(
+    model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions
+) -> tuple[Plan, tuple[DeviceCount, ...]]:
+    """Return the best plan, and the counts of devices that were tried if none was given."""
+    from meshwise import search
+
+    top, measured_only = asked.top, asked.measured_only
+    if asked.fewest:
+        return search.fewest(model, workload, prices, top=top, measured_only=measured_only)
+    if asked.deadline_s is not None and asked.num_tokens is not None:
+        return search.cheapest(
+            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s,
+            top=top, measured_only=measured_only,
+        )  # fmt: skip
+    size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
+    found = search.find(
+        model, workload, prices, num_devices=size, top=top, measured_only=measured_only
+    )
+    return found, ()
+
+
+def _answered(
+    plan: Plan,
+    asked: PlanOptions,
+    prices: Costs,
+    others: Sequence[Layout],
+    sizes: tuple[DeviceCount, ...],
+) -> Plan:
+    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``; ``sizes``:
+    the counts of devices tried."""
+    from meshwise import search
+
+    answers = Answers(
+        why_not=tuple(
+            search.why_not(plan, prices, layout, measured_only=asked.measured_only)
+            for layout in others
+        ),
+        what_if=search.what_if(plan, prices, top=asked.top, measured_only=asked.measured_only)
+        if asked.what_if
+        else (),
+        sizes=sizes,
+        tokens=asked.num_tokens,
+        deadline_s=asked.deadline_s,
+        bills=tuple(
+            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts)
+            for tokens in asked.billed
+        ),
+    )
+    return msgspec.structs.replace(plan, answers=answers)
 
 
 def _warn_of_memory(plan: Plan) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from meshwise import models
-from meshwise.models import catalogue, placement
+from meshwise.models import Piece, catalogue, placement
 from meshwise.models.decoder import weights
 from meshwise.options import keywords
 from meshwise.options.price import PriceOptions
-from meshwise.prices import Estimate, Prices, in_step, op_key
+from meshwise.prices import Prices, in_step, op_key
 from meshwise.prices.key import How
 from meshwise.prices.uneven import as_even, even_bytes
 from meshwise.probe.cases.sizes import embedding_splits
+from meshwise.search.charges import charges, corrections
+from meshwise.search.simulate import Amounts, add
 from meshwise.spec import (
     Attention,
     Block,
@@ -22,7 +24,6 @@ from meshwise.spec import (
     Elementwise,
     Factor,
     Gemm,
-    HeldOut,
     Layout,
     Op,
     PriceTier,
@@ -183,19 +184,21 @@ def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
 
 
 def of(op: Op, prices: Prices, run: How) -> Priced:
-    """Price an operation alone, or a layer as the sum of its operations times its factor."""
+    """Price an operation alone, or a layer as the sum of its operations, as in a plan."""
     prices.begin()
     costs = prices.costs
     key = op_key(op, run, costs.cluster)
     if isinstance(op, Block):
-        device = models.device_of(costs.cluster, costs.lowering)
-        ops = models.block_ops(op, device)
-        parts = [prices.estimate(one) for one in ops]
-        factor, held_out = prices.factor(op, ops)
-        time_s = factor * prices.composed_s(ops)
-        error = held_out.p90 if held_out and held_out.num_points else 0.0
-        if not error:
-            error = _error_of_sum(ops, parts, held_out)
+        piece: Piece = (op.part, op.form)
+        errors = Amounts()
+        correct = corrections({(piece, op.direction): op}, lambda _: piece, prices)
+        tasks = models.block_tasks(op, models.device_of(costs.cluster, costs.lowering))
+        parts = [*map(charges(correct, prices), tasks)]
+        for part in parts:
+            add(errors, part.group, part.error_s)
+        ((factor, _),) = correct.factors.values()
+        time_s = factor * prices.composed_s(tasks, correct.stretch[piece])
+        error = math.hypot(*errors.values()) / time_s
         rests_on = f"{len(parts)} operations"
         if key.category in prices.known:
             rests_on += f" x {factor:.3f}, measured over added up"
@@ -214,15 +217,6 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
         rests_on=rests_on,
         notes=tuple(prices.notes),
     )
-
-
-def _error_of_sum(ops: Sequence[Op], parts: Sequence[Estimate], factor: HeldOut | None) -> float:
-    """Return the relative error of a sum, as of a plan (``search.stage``): operations of one type
-    are off together, those of different types each by itself."""
-    more, by_type = factor.p90 if factor else 0.0, dict[type, float]()
-    for op, part in zip(ops, parts, strict=True):
-        by_type[type(op)] = by_type.get(type(op), 0.0) + part.time_s * (part.error + more)
-    return math.hypot(*by_type.values()) / sum(part.time_s for part in parts)
 
 
 def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -> str:

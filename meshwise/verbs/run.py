@@ -18,6 +18,7 @@ from meshwise.models import catalogue
 from meshwise.options import keywords
 from meshwise.options.run import USUAL, Course, RunOptions
 from meshwise.spec import (
+    Answers,
     Candidate,
     Layout,
     Plan,
@@ -140,6 +141,7 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
             runners_up=(),
             removed=(),
             nearest_infeasible=None,
+            answers=Answers(),
         )
         for candidate in (*others, *alike)[:count]
     ]

@@ -150,7 +150,7 @@ def kinds() -> dict[str, Kind]:
         *(_head(files[measured], most) for most in (20, 30)),
         b"\n".join(map(_json, known.SAMPLES)) + b"\n",
     )
-    plans = files["plan.json"], _json(known.plan())
+    plans = files["plan.json"], _json(known.answered())
     configs = sorted((DATA / "hugging_face").glob("*.json"))
     return {
         "cluster.toml": Kind("toml", (files["cluster.toml"],), "cluster.toml", (
@@ -173,7 +173,7 @@ def kinds() -> dict[str, Kind]:
         ), "layout.json", (
             "plan gpt-30m --nproc 2 --layout {at}", "run --model gpt-30m --layout {at}",
             "run --model moe-380m --layout {at} --mode infer",
-        )),
+        ), ("plan gpt-30m --nproc 2 --why-not {at}",)),
         "recipe": Kind("json", (_json(Recipe()), b'{"optimizer": "sgd"}'), "recipe.json", (
             f"run {GPT} --recipe {{at}}",
         )),

@@ -161,7 +161,7 @@ def _no_space(*_):
 
 # Temporary folders of profilers, a lock, a ticket and a probe of a folder; the secret by a link.
 WRITES_ITSELF = {
-    "engine/folder.py", "engine/memory.py", "engine/phases.py", "files.py", "launch/scratch.py",
+    "engine/folder.py", "tracing.py", "files.py", "launch/scratch.py",
     "secret.py", "verbs/files.py", "verbs/recording.py", "probe/ring.py",
     "engine/checkpoint.py", "pages/svg.py",
 }  # fmt: skip

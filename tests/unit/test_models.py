@@ -510,3 +510,20 @@ def test_catalogue_suggests_the_nearest_name():
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="seq_len = 32"):
         models.graph(TINY, 1, 32, "fp32")
+
+
+def test_a_compiled_layer_does_not_save_what_it_computes_again_element_by_element():
+    llama = catalogue.find("llama-3-8b")
+    block = models.blocks_of(llama, 8192, Layout(microbatch_size=1), "bf16")[
+        ("layer", ""), "backward"
+    ]
+    whole, kept = (models.saved_block_bytes(block, compiled=way) for way in (False, True))
+    silu = 2 * 8192 * llama.ffn  # the gate behind its activation
+    assert silu <= whole - kept <= 1.05 * silu
+    assert kept == pytest.approx(1_148_256_272, rel=0.01)  # by torch on an H200: block saved_bytes
+    gpt = catalogue.find("gpt-2.6b")
+    block = models.blocks_of(gpt, 1024, Layout(microbatch_size=4), "bf16")[
+        ("layer", ""), "backward"
+    ]
+    whole, kept = (models.saved_block_bytes(block, compiled=way) for way in (False, True))
+    assert 0.999 * whole <= kept <= whole  # products read what gelu and norms leave

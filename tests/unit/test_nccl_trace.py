@@ -513,7 +513,7 @@ def test_of_a_log_of_times_it_is_said_which_messages_it_has(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("log", "options", "message"),
     [
-        (line("AllGather", 8), {"layout": {"tp": 3}}, "Layout.tp = 3: must divide"),
+        (line("AllGather", 8), {"layout": {"tp": 3}}, "tp = 3: must divide"),
         (line("AllGather", 8), {"steps": 0}, "--steps = 0: must be >= 1"),
         (TRACE.read_text(), {}, "layout: the trace does not say how many ranks there were; give"),
         ("some text", {}, "rank0.log: not a result that measure import can read"),

@@ -13,7 +13,7 @@ import pytest
 
 import meshwise
 from meshwise import search
-from meshwise.pages import compare, health, html, samples, show, steps, svg, table, tables
+from meshwise.pages import answers, compare, health, html, samples, show, steps, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.prices import unmeasured
@@ -56,6 +56,7 @@ TABLES = {
     "cluster": lambda: tables.cluster(known.CLUSTER),
     "costs": lambda: tables.costs(known.COSTS),
     "plan": lambda: tables.plan(known.plan()),
+    "answers": lambda: answers.of(known.answered()),
     "steps": lambda: steps.tables(results()),
     "run": lambda: samples.run(known.info(), known.SAMPLES),
     "cases": lambda: [samples.listing([(s.case, 0.25) for s in known.SAMPLES])],

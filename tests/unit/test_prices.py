@@ -16,6 +16,7 @@ from meshwise.fit.factors import fit_factors
 from meshwise.fit.laws import alpha_beta
 from meshwise.prices import Prices, in_step, times_of, unmeasured
 from meshwise.prices.datasheet import attainable
+from meshwise.search.simulate import Charge, run_program
 from meshwise.spec import (
     Attention,
     Block,
@@ -32,6 +33,7 @@ from meshwise.spec import (
     Sample,
     Tier,
     WideResNet,
+    layer_kinds,
 )
 
 CLUSTER = Cluster(
@@ -44,6 +46,7 @@ CLUSTER = Cluster(
     tiers=(Tier(name="nvlink", num_devices=4),),
 )
 MODEL = Model(hidden=1024, layers=1, heads=16, ffn=4096)
+LONG = msgspec.structs.replace(MODEL, max_seq_len=32768)
 INFO = RunInfo(
     run_id="synthetic", verb="measure", command=(), started="", world_size=4, cluster=CLUSTER
 )
@@ -185,7 +188,7 @@ def test_held_out_error_is_shown_and_true(costs):
 
 
 def factor_of(prices, block):
-    return prices.factor(block, models.block_ops(block))
+    return prices.factor(block, models.block_tasks(block))
 
 
 def test_factor_carries_what_composition_misses(costs):
@@ -215,7 +218,7 @@ def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
     head = Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)
     ratio, error = factor_of(prices, head)
-    composed_s = prices.composed_s(models.block_ops(head))
+    composed_s = prices.composed_s(models.block_tasks(head))
     host_s = attainable().host.forward_s
     assert ratio * composed_s == pytest.approx((host_s**4 + composed_s**4) ** 0.25)
     assert error is not None and (error.p90, error.num_points) == (0.3, 0)
@@ -225,8 +228,6 @@ def test_an_unmeasured_block_is_said(costs):
     host_s = attainable().host.launch_s * len(models.block_ops(head))
     assert ratio * composed_s == pytest.approx((host_s**4 + composed_s**4) ** 0.25)
     assert error is not None and error.p90 == 0.3  # what hosts usually take is a guess
-    ratio, error = eager.factor(head, models.block_ops(head), usual_host=False)
-    assert (ratio, error) == (1.0, None)  # single operations ran eager, too
 
 
 def test_a_layer_saves_the_share_that_it_saves_where_other_ranks_share_it(costs):
@@ -234,7 +235,7 @@ def test_a_layer_saves_the_share_that_it_saves_where_other_ranks_share_it(costs)
     here = Block(part="layer", model=MODEL, microbatch_size=4, seq_len=1024, direction="backward")
     shared = msgspec.structs.replace(here, tp=2, sequence_parallel=True, cp=2)
     other = msgspec.structs.replace(here, model=msgspec.structs.replace(MODEL, hidden=64))
-    assert [prices.saved_ratio(block) for block in (here, shared, other)] == [0.8, 0.8, 1.0]
+    assert [prices.saved_ratio(block) for block in (here, shared, other)] == [0.8, 0.8, None]
 
 
 def timed_blocks(costs, host_s, ratio, sizes, **how):
@@ -267,7 +268,7 @@ def test_small_layers_take_what_the_host_takes(costs):
     )
     block = wanted.case.op
     ratio, _ = factor_of(prices, block)
-    assert ratio * prices.composed_s(models.block_ops(block)) == pytest.approx(time_s, rel=0.02)
+    assert ratio * prices.composed_s(models.block_tasks(block)) == pytest.approx(time_s, rel=0.02)
 
 
 def test_blocks_whose_messages_have_no_price_have_no_factor(costs):
@@ -448,3 +449,46 @@ def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
         (Block, "all_gather"), (Block, "reduce_scatter"), (Gemm, "all_gather")
     ]  # fmt: skip
     assert [(of.compute, of.collective) for of in found] == [(1.2, 4), (1.5, 3), (1.25, 1.75)]
+    backward = msgspec.structs.replace(block, direction="backward")
+    samples.append(beside(backward, "reduce_scatter", (2.0, 2.0)))
+    speeds = Prices(calibrate([(INFO, samples)])).beside.measured
+    assert speeds == {
+        "all_gather": (pytest.approx(1 / 1.2), 0.25),
+        "reduce_scatter": (pytest.approx((1 / 1.5 + 1 / 2) / 2), pytest.approx(5 / 12)),
+    }
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_messages_of_cp_pass_beside_attention_as_in_a_step(cp, direction):
+    """The simulation of a whole stage of one layer takes as long."""
+    device = msgspec.structs.replace(
+        CLUSTER.device, peak_flops={"bf16": 1e15}, peak_memory_bytes_per_s=4e12
+    )
+    tiers = tuple(msgspec.structs.replace(tier, bytes_per_s=450e9) for tier in CLUSTER.tiers)
+    known = msgspec.structs.replace(CLUSTER, device=device, tiers=tiers)
+    prices = Prices(unmeasured(known), datasheet=True)
+    block = Block(
+        part="layer", model=LONG, microbatch_size=1, seq_len=LONG.max_seq_len, cp=cp,
+        direction=direction,
+    )  # fmt: skip
+    tasks = models.block_tasks(block)
+    assert any(task.stream == "cp" for task in tasks)
+    of = models.graph(
+        LONG, 1, LONG.max_seq_len, "bf16", layers=layer_kinds(LONG, LONG.max_seq_len),
+        first=False, last=False,
+    )  # fmt: skip
+    program = models.program_of(of, block.layout, "bf16")
+
+    def charge(task):
+        found = prices.estimate(task.op)
+        return Charge(found.time_s if task.part == "layer" else 0.0, "", "", 0.0)
+
+    spent, _ = run_program(program, charge, attainable().beside)
+    (step,) = [
+        one for one, span in zip(spent, program.actions, strict=True)
+        if {"F": "forward", "B": "backward"}[span.kind] == direction
+    ]  # fmt: skip
+    assert prices.composed_s(tasks, 1.0) == pytest.approx(step.time_s, rel=1e-9)
+    alone_s = sum(prices.estimate(task.op).time_s for task in tasks)
+    assert step.time_s < alone_s

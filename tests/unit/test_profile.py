@@ -31,6 +31,7 @@ from meshwise.spec import (
     Gemm,
     Layout,
     Model,
+    Overlap,
     Sample,
     Shaped,
     Step,
@@ -195,11 +196,31 @@ def test_layers_of_images_are_blocks_the_most_frequent_first(kind, world_size):
     assert set(map(frozenset, sizes.values())) == {frozenset({(1, images[0])})}
 
 
+def test_layers_run_beside_the_messages_of_their_own_unit():
+    ops = [case.op for case in a_profile("cuda", 4) if isinstance(case.op, Overlap)]
+    assert [(op.compute.direction, op.collective.kind) for op in ops] == [
+        ("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")
+    ]  # fmt: skip
+    # a GPT's layer: 12 h^2 weights, 9 h biases and 4 h in its norms, in bf16 and in fp32
+    elements = 12 * MODEL.hidden**2 + 13 * MODEL.hidden
+    assert [op.collective.size_bytes for op in ops] == [2 * elements, 2 * elements, 4 * elements]
+    assert {op.collective.group_size for op in ops} == {4}
+    assert not any(isinstance(case.op, Overlap) for case in a_profile("cpu", 4))
+
+
+def test_experts_over_ranks_are_blocks():
+    experts = msgspec.structs.replace(MODEL, experts=Experts(num_experts=4, top_k=2, ffn=192))
+    blocks = [case.op for case in a_profile("cuda", 4, (experts,)) if isinstance(case.op, Block)]
+    shared = [(op.ep, op.direction) for op in blocks if op.ep > 1]
+    assert shared == [(ep, way) for ep in (2, 4) for way in ("forward", "backward")]
+
+
 def test_regime_and_lowering():
     for case in a_profile("cuda", 4):
-        warm = isinstance(case.op, Block | Collective)
+        warm = isinstance(case.op, Block | Collective | Overlap)
         assert case.regime == ("warm" if warm else "cold")
-        assert case.lowering == ("compiled" if isinstance(case.op, Block) else "eager")
+        compiled = isinstance(case.op, Block | Overlap)
+        assert case.lowering == ("compiled" if compiled else "eager")
     assert {case.regime for case in a_profile("cpu", 4)} == {"warm"}
 
 
@@ -292,6 +313,21 @@ def test_estimates_grow_with_the_work_and_count_compilation_once():
     )
     assert compiled == eager + effort.COMPILE_S
     assert second < effort.COMPILE_S
+
+
+@pytest.mark.parametrize(("size", "calls"), [(2**26, 20), (2**30, 10), (2**31, 4)])
+@pytest.mark.parametrize("regime", ["graph", "pipelined"])
+def test_estimates_of_so_many_iterations_count_the_calls_of_each(size, calls, regime):
+    """The sweep times as many calls as one; a product is one call."""
+    cluster = a_cluster("cuda", 4)
+    reduction = Collective(kind="all_reduce", size_bytes=size, group_size=4)
+    for op, wanted in ((reduction, calls), (Gemm(m=4096, n=4096, k=4096), 1)):
+        once, together = (
+            effort.estimate_s(Case(op=op, regime=each), cluster, iterations=3)
+            - effort.estimate_s(Case(op=op, regime=each), cluster, iterations=2)
+            for each in ("warm", regime)
+        )
+        assert together / once == pytest.approx(wanted)
 
 
 def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwise.fit import calibrate, completed, transfer
-from meshwise.models import block_ops
+from meshwise.models import block_ops, block_tasks
 from meshwise.prices import Prices, in_step
 from meshwise.spec import (
     Block,
@@ -86,7 +86,7 @@ def test_layers_take_their_ratio_along():
     here = calibrate([run(OLD, measured)])
     there = transfer([run(OLD, measured)], TWICE)
     assert there.factors[0].ratio[0] == pytest.approx(here.factors[0].ratio[0], rel=0.25)
-    ratio, held_out = Prices(there).factor(block, block_ops(block))
+    ratio, held_out = Prices(there).factor(block, block_tasks(block))
     assert ratio == pytest.approx(there.factors[0].ratio[0], rel=0.01)
     assert held_out.p90 >= 0.25
 

@@ -30,7 +30,8 @@ SETUP_S = 0.05
 ITERATIONS = (6, 100)  # the fewest that give a confidence interval, and the timing loop's cap
 SUSTAIN_S = 10.0
 FOREVER_S = 1e9
-_IN_A_ROW = 20  # about as many calls are timed as one
+_BATCH = ((64 * 2**20, 20), (2**30, 10))  # (largest size, calls in a graph)
+_LARGE_BATCH = 4
 LARGE = 0.2  # of the time left: a case that takes more waits
 AHEAD = 24  # cases that may go before one that waits
 _ALIKE = ("kind", "part", "direction", "product", "group_size", "tp")
@@ -54,6 +55,14 @@ def min_iterations(case: Case) -> int:
     if not isinstance(case.op, Collective) or case.regime not in ("warm", "blocking"):
         return 1
     return 20 if case.op.bytes <= 2**24 else 8
+
+
+def batch(op: Op) -> int:
+    """Return how many calls are timed as one, in regimes that do so: of collectives, fewer for
+    large messages."""
+    if not isinstance(op, Collective):
+        return 1
+    return next((calls for limit, calls in _BATCH if op.size_bytes <= limit), _LARGE_BATCH)
 
 
 def estimate_s(
@@ -82,7 +91,7 @@ def estimate_s(
     timed = min(max(longest, fewest * once), most * once)
     compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
     if iterations is not None:
-        timed = iterations * once * (_IN_A_ROW if case.regime in ("graph", "pipelined") else 1)
+        timed = iterations * once * (batch(op) if case.regime in ("graph", "pipelined") else 1)
     timed = longest if case.regime == "sustained" else timed + warmup * once
     timed += settle_s(case, cluster.device.kind)
     return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)

@@ -9,9 +9,10 @@ from meshwise.models.catalogue import default_workload
 from meshwise.models.decoder import products
 from meshwise.models.fsdp import planned
 from meshwise.options.measure import OverlapOptions
+from meshwise.prices import in_step
 from meshwise.probe.cases.scope import Scope, models_of, typed
 from meshwise.probe.cases.sizes import parse_sizes
-from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Layout, Overlap
+from meshwise.spec import DTYPE_BYTES, AnyModel, Case, Collective, Gemm, Layout, Overlap
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
 _SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # the dtype that training sends
@@ -28,10 +29,21 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     ranks, kinds = scope.world_size, cast("tuple[CollectiveKind, ...]", asked.kinds) or KINDS
     if ranks < 2:
         raise ValueError(f"overlap: {ranks} rank has no collective; use at least 2 (--nproc 2)")
+    lowering = scope.cluster.device.lowering
     if asked.layers:
         if not asked.model:
             raise ValueError("layers: whose? add --model, as --model gpt-2.6b")
-        return [case for model in models_of(asked) for case in _beside_units(scope, model, asked)]
+        return [
+            Case(op=op, world_size=ranks, **in_step(op, scope.cluster, lowering)._asdict())
+            for model in models_of(asked)
+            for op in beside_units(
+                model,
+                asked.seq_len or default_workload(scope.cluster, model).seq_len,
+                asked.microbatch_size,
+                ranks,
+                scope.dtype,
+            )
+        ]
     sizes = asked.sizes
     if sizes is None:
         sizes = "16M,256M" if scope.on_gpus else "256K,4M"
@@ -65,17 +77,18 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     ]
 
 
-def _beside_units(scope: Scope, model: Any, asked: OverlapOptions) -> Iterator[Case]:
-    seq_len = asked.seq_len or default_workload(scope.cluster, model).seq_len
-    layout = Layout(microbatch_size=asked.microbatch_size)
-    sent = planned(model, shard=scope.world_size, param_dtype=scope.dtype)
+def beside_units(
+    model: AnyModel, seq_len: int, microbatch_size: int, ranks: int, dtype: Dtype
+) -> Iterator[Overlap]:
+    """Yield each kind of layer beside the messages of its FSDP2 unit over ``ranks``: forward beside
+    the gather, backward beside the gather and the reduction."""
+    sent = planned(model, shard=ranks, param_dtype=dtype)
     messages = {one.collective.kind: one.collective for one in sent if one.unit != "root"}
-    for ((part, _), way), block in blocks_of(model, seq_len, layout, scope.dtype).items():
+    layout = Layout(microbatch_size=microbatch_size)
+    for ((part, _), way), block in blocks_of(model, seq_len, layout, dtype).items():
         for kind, message in messages.items() if part == "layer" else ():
             if way == "backward" or kind == "all_gather":
-                op = Overlap(compute=block, collective=message)
-                lowering = scope.cluster.device.lowering
-                yield Case(op=op, lowering=lowering, world_size=scope.world_size)
+                yield Overlap(compute=block, collective=message)
 
 
 def _product(scope: Scope, model: Any, asked: OverlapOptions) -> Gemm:

@@ -7,7 +7,8 @@ In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrat
     1  the products of each model's layer at a typical microbatch size and the layers as blocks,
        the optimizer, head and its products; the largest messages that plans send
     2  the same of every tensor-parallel degree, with and without sequence parallelism; unsharded at
-       two other microbatch sizes; messages in between; sharded at the other two sizes
+       two other microbatch sizes; messages in between; sharded at the other two sizes; experts
+       over ranks; layers beside the messages of their FSDP2 unit
     3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
        size, what this model does not send, square and skinny GEMMs, other attention shapes
 
@@ -33,6 +34,7 @@ from meshwise.options.measure import ProfileOptions
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
+from meshwise.probe.cases.overlap import beside_units
 from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -46,6 +48,7 @@ from meshwise.spec import (
     Gemm,
     Layout,
     Op,
+    Overlap,
     Shaped,
     WideResNet,
     layer_kinds,
@@ -224,6 +227,9 @@ def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[F
         yield from _tensor_parallel(profile, models, nth)
     for tp in degrees(profile.world_size)[1:]:
         yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST, tp))
+    for ep in degrees(profile.world_size)[1:]:
+        yield from _behind_their_products(list(_experts(profile, models, ep)))
+    yield from _for("work beside messages", _beside_messages(profile, models))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, slice(1, None)))
 
 
@@ -298,6 +304,26 @@ def _behind_their_products(blocks: list[Block]) -> Iterator[For]:
 def _products(blocks: list[Block]) -> Iterator[Shaped]:
     for block in blocks:
         yield from _shaped(block_ops(block))
+
+
+def _experts(profile: Profile, models: Models, ep: int) -> Iterator[Block]:
+    """Yield layers whose experts ``ep`` ranks share, at a typical microbatch size."""
+    for model in models:
+        seq_len, size = profile.length(model), profile.microbatches(model)[0]
+        layout = Layout(dp=profile.world_size, ep=ep, microbatch_size=size)
+        if placement.obstacle(model, seq_len, layout) is None:
+            found = blocks_of(model, seq_len, layout, profile.dtype).values()
+            yield from (block for block in found if block.ep > 1)
+
+
+def _beside_messages(profile: Profile, models: Models) -> Iterator[Overlap]:
+    """Yield layers beside the messages of their units, on GPUs. On CPUs both share the cores, so
+    nothing runs beside anything."""
+    if profile.world_size > 1 and profile.cluster.device.kind == "cuda":
+        for model in models:
+            size = profile.microbatches(model)[0]
+            about = (model, profile.length(model), size, profile.world_size, profile.dtype)
+            yield from beside_units(*about)
 
 
 def _beside_blocks(

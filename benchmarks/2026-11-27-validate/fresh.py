@@ -1,0 +1,88 @@
+"""Measure, price and run models on two GPUs, so that prices are tested on steps they never saw.
+
+    python benchmarks/2026-11-27-validate/fresh.py FOLDER SECONDS MODEL...
+
+For each model: a profile, layers beside messages, costs, then each layout, planned and run. A run
+that would begin after SECONDS is left out and named. The folder is one for `calibrate --validate`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import meshwise
+from meshwise.options.measure import OverlapOptions
+from meshwise.spec import Layout
+
+STEPS = {"steps": 10, "warmup": 3}
+SHARD = {"dp": 2, "zero": 2}
+PIPE = {"pp": 2, "schedule": "1f1b"}
+SEQUENCES = {"tp": 2, "sequence_parallel": True}
+# model: batch, tokens, seconds of its profile, and its layouts
+MODELS = {
+    "gpt-1.3b": (32, 1024, 60, [
+        {**SHARD, "microbatch_size": 16}, {"dp": 2, "zero": 3, "microbatch_size": 16},
+        {**SEQUENCES, "microbatch_size": 32},
+        {**PIPE, "microbatch_size": 8, "num_microbatches": 4},
+        {**SHARD, "microbatch_size": 8, "num_microbatches": 2, "recompute": "full"},
+    ]),
+    "gpt-2.6b": (32, 1024, 60, [
+        {**SHARD, "microbatch_size": 16}, {"dp": 2, "zero": 3, "microbatch_size": 16},
+        {"tp": 2, "microbatch_size": 32},
+        {**PIPE, "microbatch_size": 8, "num_microbatches": 4},
+        {**SHARD, "microbatch_size": 16, "recompute": "selective"},
+    ]),
+    "gpt-6.7b": (16, 1024, 60, [
+        {**SHARD, "microbatch_size": 8}, {**SEQUENCES, "microbatch_size": 16},
+        {**PIPE, "microbatch_size": 4, "num_microbatches": 4},
+    ]),
+    "llama-3-8b": (4, 8192, 80, [
+        {"dp": 2, "zero": 3, "microbatch_size": 1, "num_microbatches": 2, "recompute": "full"},
+        {**SEQUENCES, "microbatch_size": 1, "num_microbatches": 4, "recompute": "selective"},
+        {"cp": 2, "zero": 3, "microbatch_size": 1, "num_microbatches": 4, "recompute": "selective"},
+        {**PIPE, "microbatch_size": 1, "num_microbatches": 4, "recompute": "full"},
+    ]),
+    "moe-2.4b": (64, 1024, 80, [
+        {**SHARD, "microbatch_size": 32}, {**SHARD, "ep": 2, "microbatch_size": 32},
+        {**SEQUENCES, "microbatch_size": 64},
+        {**SHARD, "ep": 2, "microbatch_size": 16, "num_microbatches": 2, "recompute": "full"},
+    ]),
+    "wresnet-1b": (64, None, 80, [
+        {**SHARD, "microbatch_size": 32}, {"dp": 2, "zero": 3, "microbatch_size": 32},
+        {"tp": 2, "microbatch_size": 64},
+    ]),
+    "gpt-30m": (8, 128, 20, [{**SHARD, "microbatch_size": 4}, {"tp": 2, "microbatch_size": 8}]),
+}  # fmt: skip
+
+
+def main(folder: Path, limit_s: float, *models: str) -> None:
+    for model in models:
+        (folder / model).mkdir(parents=True)
+        os.chdir(folder / model)
+        batch, tokens, budget_s, layouts = MODELS[model]
+        work = {"global_batch_size": batch, "seq_len": tokens}
+        print(f"--- {model}: profile ({time.monotonic() - BEGUN:.0f} s)", flush=True)
+        meshwise.measure("profile", model=(model,), budget=f"{budget_s}s", seq_len=tokens, nproc=2)
+        beside = OverlapOptions(model=(model,), layers=True, nproc=2, seq_len=tokens)
+        if "wresnet" not in model:
+            meshwise.measure(beside)
+        meshwise.calibrate(tuple(sorted(Path("runs").iterdir())))
+        for number, layout in enumerate(layouts):
+            if time.monotonic() - BEGUN > limit_s:
+                print(f"not run: {model} {layout}", flush=True)
+                continue
+            plan = meshwise.plan(model, layout=Layout(**layout), gpus=2, out=f"plan-{number}.json", **work)
+            told = plan.prediction.step_time_s
+            try:
+                (run_dir,) = meshwise.run(f"plan-{number}.json", **STEPS)
+            except Exception as error:  # the other layouts go on
+                print(f"failed: {model} {plan.layout.name}: {error}", flush=True)
+                continue
+            lines = (run_dir / "steps.jsonl").read_text().count("\n")
+            print(f"{plan.layout.name}: predicted {1e3 * told:.1f} ms, {lines} steps", flush=True)
+
+
+if __name__ == "__main__":
+    BEGUN = time.monotonic()
+    main(Path(sys.argv[1]).resolve(), float(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,106 @@
+"""Evaluate a fitted price: a surface's utilisation, a curve between and beyond its knots, and the
+law of work with two limits."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from meshwise.prices.laws import KnotTimes
+from meshwise.spec import Curve, HeldOut, PriceTier, Shaped, Surface
+
+TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
+NEIGHBOURS = 4
+SHARP = 4  # where two limits are equal, work takes 19 % longer than either
+FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
+
+
+class Estimate(NamedTuple):
+    """A price. ``error``: relative (held-out p90 of a fitted price). ``source``: its tier.
+    ``note``: remarks for the user, separated by semicolons."""
+
+    time_s: float
+    error: float
+    source: PriceTier
+    note: str = ""
+
+
+def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
+    """Return floor + max(FLOPs / rate, bytes / rate), a lower bound up to measurement noise.
+    ``peaks``: the peak of the operation's dtype over that of the surface's."""
+    rate = surface.flops_per_s * peaks
+    return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
+
+
+def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
+    """Return the operation of a measured shape."""
+    return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
+
+
+def interpolate_utilisation(
+    dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
+) -> float:
+    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2."""
+    distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
+    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+    weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
+    return math.exp(float((weights * log_utilisation[nearest]).sum() / weights.sum()))
+
+
+def times_of(curve: Curve) -> KnotTimes:
+    """Return a curve's times, for sizes of any shape. At a knot it is the measured time."""
+    law = curve.laws[curve.law]
+    return KnotTimes(curve.law, law.parameters, curve.x_bytes, curve.time_s, curve.end_s_per_byte)
+
+
+def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
+    first, last = curve.x_bytes[0], curve.x_bytes[-1]
+    note = f"{name}: {TOO_NOISY}" if curve.noisy else ""
+    if x in curve.x_bytes and curve.law != "sigmoid":
+        return Estimate(curve.time_s[curve.x_bytes.index(x)], curve.noise, "measured", note)
+    time_s, error = float(times(x)), untested_as_unknown(curve.held_out)
+    if first < x <= last:
+        return Estimate(time_s, error, "interpolated", note)
+    if x < first:  # at best in proportion to bytes, as the first two knots tell
+        said = f"{name}: {first / x:.1f} x below the smallest measured size"
+        return Estimate(time_s, error + _fall(curve, x), "extrapolated", both_notes(note, said))
+    if x > FAR * last:
+        note = both_notes(note, f"{name}: {x / last:.1f} x beyond the largest measured size")
+    # errors beyond were tested at about 16 times the last size; nearer, less of them counts
+    tested = max(error, untested_as_unknown(curve.beyond)) * math.log(x / last, 16)
+    least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
+    bounds = max(most / time_s, time_s / least) - 1
+    return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)
+
+
+def _fall(curve: Curve, x: float) -> float:
+    """Return the factor, less 1, by which a message below all knots may be faster than the first:
+    times fall on as between the first two knots, to nothing at worst."""
+    sizes, times_s, slope = curve.x_bytes, curve.time_s, 1.0
+    if len(sizes) > 1:
+        slope = math.log(times_s[1] / times_s[0]) / math.log(sizes[1] / sizes[0])
+    fall: float = (sizes[0] / x) ** min(max(slope, 0.0), 1.0)
+    return fall - 1
+
+
+def untested_as_unknown(held_out: HeldOut) -> float:
+    """Return the error of a price: 100 % if it could not be tested on left-out points."""
+    return held_out.p90 if held_out.num_points else 1.0
+
+
+def both_notes(note: str, more: str) -> str:
+    return f"{note}; {more}" if note else more
+
+
+def slower_s(one_s: float, other_s: float) -> float:
+    """Return the seconds of work that has two limits, such as the host's launches and the device:
+    the longer of the two, and up to 19 % more where they are near."""
+    return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
+
+
+def other_s(time_s: np.ndarray, one_s: np.ndarray | float) -> np.ndarray:
+    """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
+    it takes less."""
+    left: np.ndarray = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
+    return left

@@ -1,0 +1,108 @@
+"""Find how many devices a training needs: the fewest on which it fits, or the cheapest count that
+meets a deadline.
+
+Counts are those that divide a host, then whole hosts. Each is searched like any plan. A count is
+not searched if the states of AdamW alone, three times the float32 parameters, are more than the
+memory of all its devices: wherever they lie, every element lies somewhere.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from meshwise.models import num_parameters
+from meshwise.search.find import NoLayout, find
+from meshwise.search.space import divisors
+from meshwise.spec import AnyModel, Cluster, Costs, DeviceCount, Plan, Workload
+from meshwise.units import format_bytes, format_count, format_seconds
+
+STATE_BYTES = 12  # of a parameter: itself and two moments
+log = logging.getLogger("meshwise")
+Tried = tuple[Plan | None, DeviceCount]
+
+
+def counts(cluster: Cluster) -> list[int]:
+    """Return the counts of devices: the divisors of a host, then whole hosts."""
+    host = cluster.num_devices_per_host
+    return [*divisors(host), *range(2 * host, cluster.num_devices + 1, host)]
+
+
+def fewest(
+    model: AnyModel, workload: Workload, costs: Costs, *, top: int, measured_only: bool = False
+) -> tuple[Plan, tuple[DeviceCount, ...]]:
+    """Return the fastest plan on the fewest devices on which the model fits, and all counts up to
+    it. If it fits on no count a NoLayout is raised."""
+    tried = list[DeviceCount]()
+    for plan, size in _tried(model, workload, costs, top, measured_only):
+        tried.append(size)
+        if plan is not None:
+            return plan, tuple(tried)
+    raise _too_small(model, costs.cluster, tried)
+
+
+def cheapest(
+    model: AnyModel,
+    workload: Workload,
+    costs: Costs,
+    *,
+    tokens: float,
+    deadline_s: float,
+    top: int,
+    measured_only: bool = False,
+) -> tuple[Plan, tuple[DeviceCount, ...]]:
+    """Return the plan that takes ``tokens`` (of images: so many) within ``deadline_s`` seconds in
+    the fewest device hours, and all counts. If none does, or fits, a ValueError says so."""
+    found = [*_tried(model, workload, costs, top, measured_only)]
+    sizes = tuple(size for _, size in found)
+    planned = [(plan, size) for plan, size in found if plan is not None]
+    if not planned:
+        raise _too_small(model, costs.cluster, sizes)
+    seconds = {size: size.seconds(tokens, workload) for _, size in planned}
+    in_time = [(plan, size) for plan, size in planned if seconds[size] <= deadline_s]
+    if not in_time:
+        least = min(seconds, key=seconds.__getitem__)
+        raise ValueError(
+            f"deadline = {format_seconds(deadline_s)}: {format_count(tokens)} tokens take "
+            f"{format_seconds(seconds[least])} on {least.num_devices} device(s), the fastest of up "
+            f"to {costs.cluster.num_devices}; give more hosts with --hosts, or a later deadline"
+        )
+    plan, _ = min(in_time, key=lambda each: seconds[each[1]] * each[1].num_devices)
+    return plan, sizes
+
+
+def _tried(
+    model: AnyModel, workload: Workload, costs: Costs, top: int, measured_only: bool
+) -> Iterator[Tried]:
+    """Yield the best plan of each count, or None, and what was found."""
+    states = STATE_BYTES * num_parameters(model)
+    every = counts(costs.cluster)
+    for at, count in enumerate(every, 1):
+        if states > count * costs.cluster.usable_bytes:
+            note = f"parameters and moments, {format_bytes(states)}, are more than all their memory"
+            yield None, DeviceCount(num_devices=count, note=note)
+            continue
+        log.info("%d device(s), count %d of up to %d", count, at, len(every))
+        try:
+            plan = find(
+                model, workload, costs, num_devices=count, top=top, measured_only=measured_only
+            )
+        except NoLayout as error:
+            yield None, DeviceCount(num_devices=count, note=str(error))
+            continue
+        told = plan.prediction
+        assert told is not None
+        yield (
+            plan,
+            DeviceCount(
+                num_devices=count,
+                layout=plan.layout,
+                step_time_s=told.step_time_s,
+                high_s=told.high_s,
+            ),
+        )
+
+
+def _too_small(model: AnyModel, cluster: Cluster, tried: Sequence[DeviceCount]) -> NoLayout:
+    return NoLayout(
+        f"{model.name or 'the model'} cannot be planned for the {cluster.num_devices} device(s) of "
+        f"cluster {cluster.name!r}: {tried[-1].note}; give more hosts with --hosts"
+    )

@@ -1,0 +1,69 @@
+"""Say why a layout that the user names is not the plan: not legal, too large, or slower.
+
+In: a plan, its prices and the layout. Out: ``WhyNot``. The layout is predicted like any other. Its
+parts of time and memory stand beside those of the plan, so that their differences add up to the
+difference of the two steps.
+"""
+
+from collections.abc import Sequence
+
+from meshwise.prices import Prices
+from meshwise.search.find import shortfall
+from meshwise.search.predict import memory_of, predict
+from meshwise.search.space import cannot_run, check, nothing_gained
+from meshwise.spec import Costs, Difference, Layout, Part, Plan, WhyNot
+
+
+def why_not(plan: Plan, costs: Costs, layout: Layout, *, measured_only: bool = False) -> WhyNot:
+    """Compare ``layout`` with the plan's. ``costs``: the prices that the plan was made from. A plan
+    without a prediction raises a ValueError."""
+    told = plan.prediction
+    if told is None:
+        raise ValueError("Plan.prediction is None: the plan was not priced; meshwise plan does")
+    model, workload = plan.model, plan.workload
+    if obstacle := _obstacle(plan, costs, layout):
+        return WhyNot(layout=layout, obstacle=obstacle)
+    prices = Prices(costs, datasheet=not measured_only)
+    try:
+        other = predict(model, workload, layout, prices)
+    except ValueError as missing:
+        return WhyNot(layout=layout, obstacle=str(missing))
+    rank, peak = memory_of(model, workload, layout, prices)
+    limit = costs.cluster.usable_bytes
+    missing_bytes = max(0.0, peak.total_bytes - limit)
+    return WhyNot(
+        layout=layout,
+        misfit=shortfall(rank, peak, limit) if missing_bytes else "",
+        missing_bytes=missing_bytes,
+        untried=nothing_gained(layout, costs.cluster.num_devices_per_host) or "",
+        step_time_s=other.step_time_s,
+        error_s=told.difference_error_s(other),
+        time=_differences(told.time_parts, other.time_parts),
+        memory=_differences(told.memory_parts, other.memory_parts),
+    )
+
+
+def _obstacle(plan: Plan, costs: Costs, layout: Layout) -> str:
+    """Return why the layout cannot be planned for the plan's devices and batch; "" if it can."""
+    due, batch = plan.layout.num_devices, plan.workload.global_batch_size
+    if layout.num_devices != due:
+        return f"it is for {layout.num_devices} devices, and the plan for {due}"
+    if layout.batch_size != batch:
+        return (
+            f"dp * microbatch_size * num_microbatches is {layout.batch_size}, and "
+            f"global_batch_size is {batch}"
+        )
+    try:
+        check(plan.model, plan.workload, layout)
+    except ValueError as error:
+        return str(error)
+    return cannot_run(layout, plan.model, costs) or ""
+
+
+def _differences(chosen: Sequence[Part], named: Sequence[Part]) -> tuple[Difference, ...]:
+    here, there = ({part.name: part.value for part in parts} for parts in (chosen, named))
+    found = [
+        Difference(part=name, chosen=here.get(name, 0.0), named=there.get(name, 0.0))
+        for name in here | there
+    ]
+    return tuple(sorted(found, key=lambda of: -abs(of.more)))
