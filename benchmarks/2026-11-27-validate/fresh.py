@@ -72,7 +72,9 @@ def main(folder: Path, limit_s: float, *models: str) -> None:
             if time.monotonic() - BEGUN > limit_s:
                 print(f"not run: {model} {layout}", flush=True)
                 continue
-            plan = meshwise.plan(model, layout=Layout(**layout), gpus=2, out=f"plan-{number}.json", **work)
+            plan = meshwise.plan(
+                model, layout=Layout(**layout), gpus=2, out=f"plan-{number}.json", **work
+            )
             told = plan.prediction.step_time_s
             try:
                 (run_dir,) = meshwise.run(f"plan-{number}.json", **STEPS)
