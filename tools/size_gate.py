@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_417,
     "probe": 6_996,
     "reshard": 5_094,
-    "search": 3_222,
+    "search": 3_220,
     "spec": 3_212,
     "suites": 1_003,
     "verbs": 4_361,
