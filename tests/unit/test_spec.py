@@ -176,7 +176,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "shapes": ((1, 2),),
         "time_s": (0.5,),
     },
-    Factor: lambda f: {"activation_elements": (4.0, 8.0), "ratio": (1.0, 2.0), "saved_ratio": ()},
+    Factor: lambda f: {
+        "activation_elements": (4.0, 8.0),
+        "host_s": (0.0, 1.0),
+        "ratio": (1.0, 2.0),
+        "saved_ratio": (),
+    },
 }
 
 

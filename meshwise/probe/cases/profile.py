@@ -7,8 +7,8 @@ In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrat
     1  the products of each model's layer at a typical microbatch size and the layers as blocks,
        the optimizer, head and its products; the largest messages that plans send
     2  the same of every tensor-parallel degree, with and without sequence parallelism; unsharded at
-       two other microbatch sizes; messages in between; sharded at the other two sizes; experts
-       over ranks; layers beside the messages of their FSDP2 unit
+       two other microbatch sizes; messages in between; layers whose sequences or experts ranks
+       share; sharded at the other two sizes; layers beside the messages of their FSDP2 unit
     3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
        size, what this model does not send, square and skinny GEMMs, other attention shapes
 
@@ -72,7 +72,7 @@ PRODUCTS = "products of the model"
 class ProfileSizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
-    microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
+    microbatches: tuple[int, ...]  # first one that outlasts the host's launches, then others
     images: tuple[int, ...]  # in a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # most important first: those outside the coarse range
@@ -86,7 +86,7 @@ class ProfileSizes(NamedTuple):
 
 SCALES = {
     "cuda": ProfileSizes(
-        microbatches=(4, 1, 8, 2),
+        microbatches=(16, 4, 1, 8),
         images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
@@ -223,12 +223,12 @@ def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     yield from _sizes(messages, slice(3, 5))
     for model in models:
         yield from _behind_their_products(list(_blocks(profile, model, 0, which=slice(1, None))))
+    for degree in degrees(profile.world_size)[1:]:
+        yield from _behind_their_products(list(_shared(profile, models, degree)))
     for nth in (1, 2):
         yield from _tensor_parallel(profile, models, nth)
     for tp in degrees(profile.world_size)[1:]:
         yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST, tp))
-    for ep in degrees(profile.world_size)[1:]:
-        yield from _behind_their_products(list(_experts(profile, models, ep)))
     yield from _for("work beside messages", _beside_messages(profile, models))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, slice(1, None)))
 
@@ -306,14 +306,17 @@ def _products(blocks: list[Block]) -> Iterator[Shaped]:
         yield from _shaped(block_ops(block))
 
 
-def _experts(profile: Profile, models: Models, ep: int) -> Iterator[Block]:
-    """Yield layers whose experts ``ep`` ranks share, at a typical microbatch size."""
+def _shared(profile: Profile, models: Models, degree: int) -> Iterator[Block]:
+    """Yield layers whose experts, or whose sequences, ``degree`` ranks share, at a typical
+    microbatch size."""
     for model in models:
         seq_len, size = profile.length(model), profile.microbatches(model)[0]
-        layout = Layout(dp=profile.world_size, ep=ep, microbatch_size=size)
-        if placement.obstacle(model, seq_len, layout) is None:
-            found = blocks_of(model, seq_len, layout, profile.dtype).values()
-            yield from (block for block in found if block.ep > 1)
+        by_experts = Layout(dp=profile.world_size, ep=degree, microbatch_size=size)
+        by_sequence = Layout(cp=degree, microbatch_size=size)
+        for layout in (by_experts, by_sequence):
+            if placement.obstacle(model, seq_len, layout) is None:
+                found = blocks_of(model, seq_len, layout, profile.dtype).values()
+                yield from (block for block in found if block.part == "layer" and block.is_shared)
 
 
 def _beside_messages(profile: Profile, models: Models) -> Iterator[Overlap]:
