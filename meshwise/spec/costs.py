@@ -10,7 +10,7 @@ NOISY = 0.5  # median held-out error of what is too noisy to plan with
 # numbers of parameters of laws; -3: any multiple of 3
 _PARAMETERS = {"lines": 0, "cubic": 0, "alpha_beta": 2, "root": 3, "smooth": 5, "sigmoid": 9,
                "pieces": -3, "nccl": -2}  # fmt: skip
-SCHEMA_VERSION = 4  # 1 lacked how samples ran, 2 most laws, 3 the host's share of layers
+SCHEMA_VERSION = 5  # 1 lacked how samples ran, 2 most laws, 3 and 4 hosts of layers, by size
 
 # Sources of a price, the best first. A transferred price is another category's (dtype, regime,
 # mask ...). A datasheet price uses no measurement of this cluster.

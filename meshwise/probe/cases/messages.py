@@ -1,8 +1,8 @@
 """List what plans of models send over groups of ranks, and the sizes that price it. No torch.
 
 The messages are read off programs: of every degree of tp (with and without sequence parallelism),
-cp, dp and ep that the ranks allow, replicated and sharded (ZeRO 3), for several microbatch sizes. Each
-curve of prices then gets sizes from the least to the most of its messages.
+cp, dp and ep that the ranks allow, replicated and sharded (ZeRO 3), for several microbatch sizes.
+Each curve of prices then gets sizes from the least to the most of its messages.
 """
 
 import math

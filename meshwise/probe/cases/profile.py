@@ -78,6 +78,7 @@ class ProfileSizes(NamedTuple):
     dense_bytes: tuple[int, ...]  # most important first: those outside the coarse range
     coarse_copies: tuple[int, ...]
     dense_copies: tuple[int, ...]
+    optimizer: tuple[int, ...]  # bytes of a step; a model's step moves more than the largest
     squares: tuple[int, ...]
     long: int  # the long side of a skinny GEMM
     skinny: tuple[int, ...]
@@ -92,6 +93,7 @@ SCALES = {
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
         coarse_copies=(64 * KiB, 4 * MiB, 64 * MiB, GiB),
         dense_copies=(MiB, 16 * MiB, 256 * MiB, 4 * GiB, 256 * KiB),
+        optimizer=(GiB, 64 * MiB, 4 * GiB, 256 * MiB, 16 * MiB, 2 * GiB),
         squares=(8192, 4096, 2048, 1024, 512, 256),
         long=8192,
         skinny=(128, 1024),
@@ -110,6 +112,7 @@ SCALES = {
         dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB, 2 * MiB),
         coarse_copies=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_copies=(64 * MiB, 4 * MiB, 256 * KiB),
+        optimizer=(64 * MiB, MiB, 256 * MiB, 16 * MiB, 4 * MiB, 128 * MiB),
         squares=(1024, 512, 256, 128),
         long=1024,
         skinny=(64, 256),
@@ -207,12 +210,12 @@ def _round_0(profile: Profile, models: Models, messages: Messages) -> Iterator[F
 def _round_1(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
     blocks = [block for model in models for block in _blocks(profile, model, 0)]
     yield from _behind_their_products(_of("layer", blocks))
-    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies[::2]))
+    yield from _for("optimizer", map(_adamw, profile.scale.optimizer[:2]))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST))
     yield from _behind_their_products(_of("head", blocks))
     yield from _sizes(messages, slice(2, 3))
     yield from _for("copies", map(_copy, profile.scale.coarse_copies))
-    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies))
+    yield from _for("optimizer", map(_adamw, profile.scale.optimizer))
 
 
 def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
@@ -242,8 +245,7 @@ def _round_3(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     sizes = (*scale.coarse_bytes, *scale.dense_bytes)
     others = (_collectives(profile, kinds, sizes, messages) for kinds in (MAIN, OTHER))
     yield from _for("other messages", itertools.chain.from_iterable(others))
-    for size in scale.dense_copies:
-        yield from ((_copy(size), "copies"), (_adamw(size), "optimizer"))
+    yield from _for("copies", map(_copy, scale.dense_copies))
     square = (_passes(n, n, n, dtype) for n in scale.squares)
     long = scale.long
     skinny = (
