@@ -46,7 +46,7 @@ class _Sizes(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """What limits a block: the host's seconds, and the device's ratio, with relative errors."""
+    """Limits of a block: the host's seconds, and the device's ratio, with relative errors."""
 
     host_s: float
     ratio: float
@@ -55,7 +55,7 @@ class _Limits(NamedTuple):
 
 
 class _Usual(NamedTuple):
-    """What to expect of a block: the seconds of usual hosts (0: it launches nothing, as on CPUs),
+    """Expectations of a block: the seconds of usual hosts (0: it launches nothing, as on CPUs),
     and the ratio of one that differs only in its degrees, if there is one."""
 
     host_s: float
