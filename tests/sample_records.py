@@ -242,6 +242,7 @@ COSTS = Costs(
         Factor(
             like=msgspec.structs.replace(BLOCK, direction="backward"),
             activation_elements=(5e5, 4e6),
+            host_s=(0.0, 0.0),
             ratio=(1.4, 1.1),
             saved_ratio=(1.0, 1.0),
             held_out=GOOD,
@@ -250,6 +251,7 @@ COSTS = Costs(
         Factor(
             like=msgspec.structs.replace(BLOCK, tp=2, sequence_parallel=True),
             activation_elements=(5e5,),
+            host_s=(0.0,),
             ratio=(1.6,),
             held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
             runs=_RUNS,

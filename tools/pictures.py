@@ -249,10 +249,10 @@ def slow(run: tuple[RunInfo, list[Sample]], costs: Costs) -> svg.Figure:
         fine = np.geomspace(x[0] / 1.4, x[-1] * 1.4, 100)
         line = np.exp(np.interp(np.log(fine), np.log(x), np.log(device)))
         line *= np.where(fine < x[0], fine / x[0], np.where(fine > x[-1], fine / x[-1], 1))
-        axes.axhline(1e3 * factor.host_s, color=GREEN, linestyle="--", label="host")
+        hosts = np.interp(np.log(fine), np.log(x), factor.host_s)
+        axes.plot(fine, 1e3 * hosts, color=GREEN, linestyle="--", label="host")
         axes.plot(fine, 1e3 * line, ":", color=GREY, label="device")
-        both = [1e3 * slower_s(factor.host_s, each) for each in line]
-        axes.plot(fine, both, color=ORANGE, label="T")
+        axes.plot(fine, 1e3 * slower_s(hosts, line), color=ORANGE, label="T")
         axes.plot(x, [1e3 * found[op] for op in blocks], "o", color=BLUE, label="measured")
         axes.set(title="launches, a layer's backward", xscale="log", yscale="log")
         axes.set_xticks(x, labels=[f"{each:g}" for each in x])

@@ -2,10 +2,12 @@
 
     python benchmarks/2026-11-27-validate/fresh.py FOLDER SECONDS MODEL...
 
-For each model: a profile, layers beside messages, costs, then each layout, planned and run. A run
-that would begin after SECONDS is left out and named. The folder is one for `calibrate --validate`.
+For each model: a profile, layers beside messages, costs, then each layout, planned and run. What
+would begin after SECONDS is named and left to the next call, which goes on in the same folder. The
+folder is one for `calibrate --validate`.
 """
 
+import json
 import os
 import sys
 import time
@@ -58,29 +60,48 @@ MODELS = {
 
 def main(folder: Path, limit_s: float, *models: str) -> None:
     for model in models:
-        (folder / model).mkdir(parents=True)
+        (folder / model).mkdir(parents=True, exist_ok=True)
         os.chdir(folder / model)
         batch, tokens, budget_s, layouts = MODELS[model]
-        work = {"global_batch_size": batch, "seq_len": tokens}
-        print(f"--- {model}: profile ({time.monotonic() - BEGUN:.0f} s)", flush=True)
-        meshwise.measure("profile", model=(model,), budget=f"{budget_s}s", seq_len=tokens, nproc=2)
-        beside = OverlapOptions(model=(model,), layers=True, nproc=2, seq_len=tokens)
-        if "wresnet" not in model:
-            meshwise.measure(beside)
-        meshwise.calibrate(tuple(sorted(Path("runs").iterdir())))
+        if not Path("costs.json").exists():
+            if time.monotonic() - BEGUN > limit_s - 2 * budget_s:
+                print(f"not begun: {model}", flush=True)
+                continue
+            _measure(model, budget_s, tokens)
         for number, layout in enumerate(layouts):
+            if Path(f"plan-{number}.json").exists():
+                continue
             if time.monotonic() - BEGUN > limit_s:
                 print(f"not run: {model} {layout}", flush=True)
                 continue
-            plan = meshwise.plan(model, layout=Layout(**layout), gpus=2, out=f"plan-{number}.json", **work)
-            told = plan.prediction.step_time_s
-            try:
-                (run_dir,) = meshwise.run(f"plan-{number}.json", **STEPS)
-            except Exception as error:  # the other layouts go on
-                print(f"failed: {model} {plan.layout.name}: {error}", flush=True)
-                continue
-            lines = (run_dir / "steps.jsonl").read_text().count("\n")
-            print(f"{plan.layout.name}: predicted {1e3 * told:.1f} ms, {lines} steps", flush=True)
+            _run(number, model, layout, {"global_batch_size": batch, "seq_len": tokens})
+
+
+def _measure(model: str, budget_s: int, tokens: int | None) -> None:
+    print(f"--- {model}: profile ({time.monotonic() - BEGUN:.0f} s)", flush=True)
+    meshwise.measure("profile", model=(model,), budget=f"{budget_s}s", seq_len=tokens, nproc=2)
+    if "wresnet" not in model:
+        print(f"--- {model}: overlap ({time.monotonic() - BEGUN:.0f} s)", flush=True)
+        meshwise.measure(OverlapOptions(model=(model,), layers=True, nproc=2, seq_len=tokens))
+    meshwise.calibrate(tuple(sorted(Path("runs").iterdir())))
+
+
+def _run(number: int, model: str, layout: dict, work: dict) -> None:
+    began = time.monotonic()
+    plan = meshwise.plan(model, layout=Layout(**layout), gpus=2, out=f"plan-{number}.json", **work)
+    told = plan.prediction.step_time_s
+    try:
+        (run_dir,) = meshwise.run(f"plan-{number}.json", **STEPS)
+    except Exception as error:  # the other layouts go on
+        print(f"failed: {model} {plan.layout.name}: {error}", flush=True)
+        return
+    lines = (run_dir / "steps.jsonl").read_text().splitlines()
+    took = sorted(json.loads(line).get("time_s", 0) for line in lines)
+    print(
+        f"{model} {plan.layout.name}: predicted {1e3 * told:.1f} ms, ran "
+        f"{1e3 * took[len(took) // 2]:.1f}, in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

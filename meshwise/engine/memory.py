@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwise.parallel.mesh import share
 from meshwise.tracing import events_of, profiled
 
-NUM_TRACES = 4
+NUM_TRACES = 6
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -31,7 +31,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
     """Return the peak of CPU tensor bytes while ``work`` runs. ``held``: tensors that exist before.
 
-    ``work`` runs four times, the same each time, and must leave nothing behind. The profiler misses
+    ``work`` runs six times, the same each time, and must leave nothing behind. The profiler misses
     the free of a block whose last holder is one of gloo's threads. It misses blocks at random, so a
     free that any trace has seen counts for all.
     """

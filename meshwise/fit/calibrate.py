@@ -49,7 +49,7 @@ class _Timed(NamedTuple):
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
     """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster. ``law``:
     use this one for every curve that it can be fitted to."""
-    if len({_digest(info.cluster) for info, _ in runs}) > 1:
+    if len({cluster_digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
     info = runs[0][0]
     run_ids = tuple(info.run_id for info, _ in runs)
@@ -108,7 +108,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     return msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns)
 
 
-def _digest(cluster: Cluster) -> str:
+def cluster_digest(cluster: Cluster) -> str:
     """Tell clusters apart by what they are, not by what the file or its user called them."""
     return digest(msgspec.structs.replace(cluster, name="", notes=()))
 

@@ -7,10 +7,12 @@ small kernels overlap. With C, the sum of prices at the clocks that the cap leav
 
     T = (host^4 + (ratio C)^4)^(1/4)
 
-where host does not depend on size. For blocks measured at three sizes or more, host is chosen so
-that the ratios of all sizes are most alike. Another block takes the ratio of one that differs only
-in its degrees; the rest of its time is the host's. A second ratio corrects the bytes that the block
-saves for backward: a compiler's partitioner makes its own choice.
+Of measured blocks the likeliest host and ratio are taken. Errors are normal in logarithms: T is
+some 5 % off, the host some 70 % from that of usual hosts, the ratio 30 % from 1, or 10 % from that
+of a block which differs only in its degrees. At each size, what remains of T is put to the larger
+of the two: a size at which the host takes longer says nothing of the ratio. So a measured size has
+its measured time, and larger ones are not slowed down by a host that they hide. A second ratio
+corrects the bytes that the block saves for backward: a compiler's partitioner makes its own choice.
 """
 
 from collections.abc import Sequence
@@ -23,21 +25,41 @@ import numpy as np
 from meshwise.fit.curves import held_out
 from meshwise.models import block_tasks, device_of, saved_block_bytes
 from meshwise.prices import Prices
-from meshwise.prices.evaluate import other_s, slower_s
+from meshwise.prices.evaluate import SHARP, other_s, slower_s
 from meshwise.spec import Block, Factor, Sample
 
-_FEWEST = 3  # sizes that tell the host from the device
-_HOSTS = np.append(0.0, np.linspace(0.3, 0.995, 140))  # tried, of the shortest time
+# standard deviations of logarithms
+_OF_TIME, _OF_LAUNCH, _OF_HOST, _OF_RATIO, _BY_DEGREE = 0.05, 0.25, 0.7, 0.3, 0.1
+_TRIED = np.linspace(-2.5, 2.5, 201)  # logarithms of hosts and ratios over the usual
+_NORMAL_P90 = 1.645
+_MOST = 0.9  # of a time, by the limit that is not the longer
 
 
 class _Sizes(NamedTuple):
     """A block's sizes in elements, ascending, with measured and composed seconds, and the ratio of
     saved bytes."""
 
-    elements: tuple[float, ...]
+    elements: np.ndarray
     time_s: np.ndarray
     composed_s: np.ndarray
-    saved: tuple[float, ...]
+    saved: np.ndarray
+
+
+class _Limits(NamedTuple):
+    """Limits of a block: the host's seconds, and the device's ratio, with relative errors."""
+
+    host_s: float
+    ratio: float
+    host_error: float
+    ratio_error: float
+
+
+class _Usual(NamedTuple):
+    """Expectations of a block: the seconds of usual hosts (0: it launches nothing, as on CPUs),
+    and the ratio of one that differs only in its degrees, if there is one."""
+
+    host_s: float
+    ratio: float | None
 
 
 def fit_factors(
@@ -51,31 +73,28 @@ def fit_factors(
         with suppress(ValueError):
             sizes.append(_sizes(samples, prices))
             kept.append((samples, about))
-    groups = kept
-    by_host = prices.costs.cluster.device.kind != "cpu"  # a CPU launches nothing: it computes
+    found: list[Factor | None] = [None] * len(kept)
     known: dict[Block, float] = {}
-    hosts = [0.0] * len(groups)
-    for several in (True, False):
-        for at, (of, (_, about)) in enumerate(zip(sizes, groups, strict=True)):
-            if several != (len(of.elements) >= _FEWEST) or not by_host:
-                continue
-            alike = _alike(about["like"])
-            if several:
-                hosts[at] = _host_s(of)
-                last = float(other_s(of.time_s, hosts[at])[-1] / of.composed_s[-1])
-                known.setdefault(alike, last)
-            elif alike in known:
-                hosts[at] = float(other_s(of.time_s, known[alike] * of.composed_s).min())
-    return tuple(
-        _factor(of, host_s, about)
-        for of, host_s, (_, about) in zip(sizes, hosts, groups, strict=True)
+    for at in sorted(range(len(kept)), key=lambda at: kept[at][1]["like"].layout.num_devices):
+        about = kept[at][1]
+        alike = _alike(about["like"])
+        usual = _Usual(_usual_host_s(about["like"], prices), known.get(alike))
+        limits = _limits(sizes[at], usual)
+        known.setdefault(alike, limits.ratio)
+        found[at] = _factor(sizes[at], usual, limits, about)
+    return tuple(filter(None, found))
+
+
+def _usual_host_s(block: Block, prices: Prices) -> float:
+    return prices.host_s(
+        block, block_tasks(block, device_of(prices.costs.cluster, prices.costs.lowering))
     )
 
 
 def _alike(block: Block) -> Block:
     """Return the block without its degrees and its size."""
     return msgspec.structs.replace(
-        block, tp=1, sequence_parallel=False, microbatch_size=1, seq_len=1
+        block, tp=1, sequence_parallel=False, cp=1, ep=1, microbatch_size=1, seq_len=1
     )
 
 
@@ -89,30 +108,66 @@ def _sizes(samples: Sequence[tuple[Sample, float, int]], prices: Prices) -> _Siz
         composed_s = prices.composed_s(block_tasks(block, device))
         found.setdefault(float(block.activation_elements), []).append((time_s, composed_s, saved))
     x = sorted(found)
-    at = np.asarray([np.median(found[size], axis=0) for size in x])
-    return _Sizes(tuple(x), at[:, 0], at[:, 1], tuple(at[:, 2].tolist()))
+    return _Sizes(np.asarray(x), *np.asarray([np.median(found[size], axis=0) for size in x]).T)
 
 
-def _host_s(of: _Sizes) -> float:
-    hosts = _HOSTS * float(of.time_s.min())
-    spread = [float(np.std(np.log(other_s(of.time_s, host) / of.composed_s))) for host in hosts]
-    return float(hosts[int(np.argmin(spread))])
+def _limits(of: _Sizes, usual: _Usual) -> _Limits:
+    """Return the likeliest limits of a block, and how much others as likely differ."""
+    ratios = (usual.ratio or 1.0) * np.exp(_TRIED)
+    hosts = (usual.host_s * np.exp(_TRIED) if usual.host_s else np.zeros(1))[:, None]
+    unlikely = (_TRIED / (_BY_DEGREE if usual.ratio else _OF_RATIO)) ** 2
+    if usual.host_s:
+        unlikely = unlikely + ((_TRIED / _OF_HOST) ** 2)[:, None]
+    for time_s, composed_s in zip(of.time_s, of.composed_s, strict=True):
+        expected_s = slower_s(hosts, ratios * composed_s)
+        deviation = _deviation(hosts, expected_s)
+        unlikely = unlikely + (np.log(time_s / expected_s) / deviation) ** 2 + 2 * np.log(deviation)
+    unlikely = np.broadcast_to(unlikely, (len(hosts), len(ratios)))
+    host, ratio = np.unravel_index(int(np.argmin(unlikely)), unlikely.shape)
+    weights = np.exp((unlikely.min() - unlikely) / 2)
+    return _Limits(
+        float(hosts[host, 0]), float(ratios[ratio]), _p90(weights.sum(1)), _p90(weights.sum(0))
+    )
 
 
-def _factor(of: _Sizes, host_s: float, about: dict[str, Any]) -> Factor:
-    x, ratio = np.asarray(of.elements), other_s(of.time_s, host_s) / of.composed_s
-    inner = range(1, len(x) - 1)
-    left_out = [
-        float(np.interp(np.log(x[i]), np.log(np.delete(x, i)), np.delete(ratio, i))) for i in inner
-    ]
-    predicted = [
-        slower_s(host_s, each * at) for each, at in zip(left_out, of.composed_s[1:-1], strict=True)
-    ]
+def _deviation(host_s: np.ndarray | float, expected_s: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of a time's logarithm: large where the host takes most."""
+    return np.hypot(_OF_TIME, _OF_LAUNCH * (host_s / expected_s) ** SHARP)
+
+
+def _p90(weights: np.ndarray) -> float:
+    """Return the error that 9 of 10 values stay below, of logarithms as tried with ``weights``."""
+    if len(weights) == 1:
+        return 0.0
+    mean = np.average(_TRIED, weights=weights)
+    return float(_NORMAL_P90 * np.sqrt(np.average((_TRIED - mean) ** 2, weights=weights)))
+
+
+def _at_sizes(of: _Sizes, limits: _Limits) -> tuple[np.ndarray, np.ndarray]:
+    """Return the host's seconds and the ratio at each size, so that both give its time."""
+    device_s = limits.ratio * of.composed_s
+    apart_s = other_s(of.time_s, np.minimum(limits.host_s, _MOST * of.time_s))
+    share = (_OF_TIME / _deviation(limits.host_s, slower_s(limits.host_s, device_s))) ** 2
+    device_s = np.minimum(device_s * (apart_s / device_s) ** share, of.time_s)
+    return other_s(of.time_s, device_s), device_s / of.composed_s
+
+
+def _factor(of: _Sizes, usual: _Usual, limits: _Limits, about: dict[str, Any]) -> Factor:
+    x = np.log(of.elements)
+    hosts, ratios = _at_sizes(of, limits)
+    predicted = []
+    for i in range(1, len(x) - 1):
+        rest = _Sizes(*(np.delete(values, i) for values in of))
+        found = _at_sizes(rest, _limits(rest, usual))
+        host_s, ratio = (float(np.interp(x[i], np.log(rest.elements), each)) for each in found)
+        predicted.append(float(slower_s(host_s, ratio * of.composed_s[i])))
     return Factor(
-        host_s=host_s,
-        activation_elements=of.elements,
-        ratio=tuple(ratio.tolist()),
-        saved_ratio=of.saved,
+        activation_elements=tuple(of.elements.tolist()),
+        host_s=tuple(hosts.tolist()),
+        ratio=tuple(ratios.tolist()),
+        host_error=limits.host_error,
+        ratio_error=limits.ratio_error,
+        saved_ratio=tuple(of.saved.tolist()),
         held_out=held_out(predicted, of.time_s[1:-1].tolist()),
         **about,
     )

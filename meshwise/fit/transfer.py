@@ -15,11 +15,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshwise.fit.calibrate import calibrate
+from meshwise.fit.calibrate import calibrate, cluster_digest
 from meshwise.models import block_ops, device_of
 from meshwise.prices.datasheet import Datasheet
 from meshwise.prices.key import Category, how, op_key
-from meshwise.spec import Block, Cluster, Costs, Op, Overlap, RunInfo, Sample, digest
+from meshwise.spec import Block, Cluster, Costs, Op, Overlap, RunInfo, Sample, Shaped, Sized
 from meshwise.spec.costs import LawName
 
 Runs = Sequence[tuple[RunInfo, Sequence[Sample]]]
@@ -28,13 +28,15 @@ KINDS = ("curves", "surfaces", "factors", "slowdowns")
 
 def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
     """Return the costs of ``target`` that runs of another cluster give, each price named by it."""
-    if len({digest(replace(info.cluster, name="", notes=())) for info, _ in runs}) > 1:
+    if len({cluster_digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("transfer_from: these runs come from different clusters; name one's alone")
     sheets = [Datasheet(cluster) for cluster in (runs[0][0].cluster, target)]
     moved = []
     for info, samples in runs:
         found = list[Sample]()
         for sample in samples:
+            if not isinstance(sample.case.op, Shaped | Sized | Block | Overlap):
+                continue  # as of a training
             with suppress(ValueError):
                 found.append(_moved(sample, *sheets))
         size = min(info.world_size, target.num_devices)

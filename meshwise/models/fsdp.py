@@ -26,10 +26,9 @@ class Unit(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A collective that each rank issues ``count`` times in a step, in the mean over ranks if they
-    differ. ``elements_per_rank``:
-    elements that the rank sends to an all-gather, keeps of a reduce-scatter, or all-reduces.
-    ``phase``: forward or backward."""
+    """A collective that each rank issues ``count`` times in a step, in the mean if ranks differ.
+    ``elements_per_rank``: those that the rank sends to an all-gather, keeps of a reduce-scatter, or
+    all-reduces. ``phase``: forward or backward."""
 
     unit: str
     phase: str

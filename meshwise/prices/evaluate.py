@@ -2,12 +2,12 @@
 law of work with two limits."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from meshwise.prices.laws import KnotTimes
+from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.spec import Curve, HeldOut, PriceTier, Shaped, Surface
 
 TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
@@ -93,14 +93,14 @@ def both_notes(note: str, more: str) -> str:
     return f"{note}; {more}" if note else more
 
 
-def slower_s(one_s: float, other_s: float) -> float:
+def slower_s(one_s: Any, other_s: Any) -> Any:
     """Return the seconds of work that has two limits, such as the host's launches and the device:
     the longer of the two, and up to 19 % more where they are near."""
-    return float((one_s**SHARP + other_s**SHARP) ** (1 / SHARP))
+    return (one_s**SHARP + other_s**SHARP) ** (1 / SHARP)
 
 
-def other_s(time_s: np.ndarray, one_s: np.ndarray | float) -> np.ndarray:
+def other_s(time_s: Floats, one_s: Floats) -> Floats:
     """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
     it takes less."""
-    left: np.ndarray = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
+    left: Floats = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
     return left

@@ -28,6 +28,7 @@ import numpy as np
 from meshwise.prices.datasheet import Beside, Datasheet, attainable
 from meshwise.prices.evaluate import (
     FAR,
+    SHARP,
     Estimate,
     both_notes,
     from_curve,
@@ -74,7 +75,7 @@ APART = {
     "storage": 0.1, "scaling": 0.1, "dtype": 0.25, "direction": 0.3, "backend": 1.0, "regime": 1.0,
     "in_place": 0.25, "lowering": 0.3, "op": 0.5, "causal": 0.5, "head_dim_v": 0.5, "kv_heads": 0.5,
     "groups": 1.0, "batched": 0.5, "window": 1.0, "group": 1.0, "product": 0.3, "kernel": 0.5,
-    "stride": 0.5,
+    "stride": 0.5, "host": 0.5,
 }  # fmt: skip
 # Of collectives: on 4 H200 the smallest take 25 to 28 us in torch and 18 to 19 in nccl-tests, those
 # of 4 GiB the same. Equal splits beside none (PARAM, tests/data/param_h200x4): 8 % apart in the
@@ -82,7 +83,7 @@ APART = {
 COLLECTIVES_APART = {"regime": 0.25, "backend": 0.25, "splits": 0.3}
 # differences of blocks, besides tp; only their order matters
 BLOCKS_APART = {
-    "form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5,
+    "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5, "form": 2.5,
 }  # fmt: skip
 DEGREES = {"tp", "sequence_parallel", "cp", "ep"}
 # The error, a guess, of a price that another machine's measurements give: devices reach shares of
@@ -390,6 +391,7 @@ class Prices:
             return slower_s(host_s, ratio * composed_s) / composed_s, None
         key = self._key(block)
         found, held_out = self.known.get(key.category), None
+        is_own = found is not None
         if isinstance(found, Factor):
             held_out = found.held_out
             if found.transferred_from:
@@ -406,7 +408,13 @@ class Prices:
             return slower_s(host_s, composed_s) / composed_s, untried
         assert isinstance(found, Factor)
         ratio = _at_size(found, found.ratio, block)
-        return slower_s(found.host_s, ratio * composed_s) / composed_s, held_out
+        host_s, device_s = _at_size(found, found.host_s, block), ratio * composed_s
+        time_s = slower_s(host_s, device_s)
+        share = (host_s / time_s) ** SHARP  # of the host
+        of_host = max(found.host_error, 0.0 if is_own else APART["host"])
+        error = math.hypot(share * of_host, (1 - share) * found.ratio_error)
+        held_out = msgspec.structs.replace(held_out, p90=max(held_out.p90, error))
+        return time_s / composed_s, held_out
 
     def _spread(self, category: Category) -> HeldOut:
         """Return how much ratios of this part, model and direction differ: a stand-in's error."""

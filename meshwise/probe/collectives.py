@@ -5,9 +5,9 @@ innermost axis (tp), a larger stride an outer axis (dp). All such groups work at
 names its ranks, the others are idle. ``size_bytes`` is nccl-tests' ``size``.
 
 Back ends: torch's choice for the device (""), ``gloo`` on host memory, ``nccl`` called directly
-(``meshwise.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are
-in place; no back end has all_to_all in place. Every case can be checked, after one call or after
-the many calls of a graph, on data that reveal permutations (``probe.pattern``).
+in its own memory (``meshwise.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce
+and broadcast are in place; no back end has all_to_all in place. Every case can be checked, after
+one call or after the many calls of a graph, on data that reveal permutations (``probe.pattern``).
 """
 
 import functools
@@ -73,6 +73,7 @@ class Groups:
     """
 
     def __init__(self, ranks: Ranks) -> None:
+        nccl.expect_graphs_alone()  # the host waits between cases
         self.ranks = ranks
         self.groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self.communicators: dict[tuple[int, ...], nccl.Communicator] = {}
@@ -140,7 +141,7 @@ def build(case: Case, groups: Groups) -> Work:
         buffers = Buffers(source, result)
         call = symmetric.call(op, backend, source, result, handle, party.group)
     else:
-        buffers = allocate(op, party.here, device)
+        buffers = allocate(op, party.here, device, nccl.empty if communicator else torch.empty)
         call = functools.partial(communicate, op, buffers, party)
         if communicator is not None:
             call = _direct(op, buffers, party.here, communicator)
@@ -209,13 +210,18 @@ def _lengths(op: Collective, here: int) -> tuple[int, int]:
     return total if sends_part else whole, total if gets_part else whole
 
 
-def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
+def allocate(
+    op: Collective,
+    here: int,
+    device: torch.device,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+) -> Buffers:
     """Allocate the buffers that a rank of the group sends from and receives into."""
     dtype = sent_dtype(op)
     sent, received = _lengths(op, here)
-    larger = torch.empty(max(sent, received), dtype=dtype, device=device)
+    larger = empty(max(sent, received), dtype=dtype, device=device)
     if not op.in_place:
-        other = torch.empty(min(sent, received), dtype=dtype, device=device)
+        other = empty(min(sent, received), dtype=dtype, device=device)
         return Buffers(larger, other) if sent > received else Buffers(other, larger)
     if op.kind == "all_gather":
         return Buffers(larger[here * sent :][:sent], larger)

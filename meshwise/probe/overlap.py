@@ -6,8 +6,8 @@ In: an ``Overlap`` case. Out: the times of the compute while collectives run, an
     compute_slowdown, collective_slowdown                      beside / alone, of medians
     compute_covered, collective_covered                        share of the timed calls that ended
                                                                while the other work still ran
-    alone_mhz, beside_mhz, alone_w, beside_w                   the slowest device's clock and its
-                                                               power behind the compute's calls
+    alone_mhz, beside_mhz, alone_w, beside_w                   the least clock and power of all
+                                                               devices after the compute's calls
 
 The timing loop measures each alone, then each beside the other, and then all four again, so that
 drifting clocks affect all. Before each timed call, enough of the other work is started to outlast

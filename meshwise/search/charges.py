@@ -45,9 +45,7 @@ class Corrections(NamedTuple):
 
 
 def corrections(
-    blocks: Mapping[tuple[Piece, str], Block],
-    pieces: Pieces,
-    prices: Prices,
+    blocks: Mapping[tuple[Piece, str], Block], pieces: Pieces, prices: Prices
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
     and direction."""

@@ -10,7 +10,7 @@ NOISY = 0.5  # median held-out error of what is too noisy to plan with
 # numbers of parameters of laws; -3: any multiple of 3
 _PARAMETERS = {"lines": 0, "cubic": 0, "alpha_beta": 2, "root": 3, "smooth": 5, "sigmoid": 9,
                "pieces": -3, "nccl": -2}  # fmt: skip
-SCHEMA_VERSION = 4  # 1 lacked how samples ran, 2 most laws, 3 the host's share of layers
+SCHEMA_VERSION = 5  # 1 lacked how samples ran, 2 most laws, 3 and 4 hosts of layers, by size
 
 # Sources of a price, the best first. A transferred price is another category's (dtype, regime,
 # mask ...). A datasheet price uses no measurement of this cluster.
@@ -151,13 +151,15 @@ class Surface(Price, kw_only=True):
 class Factor(Price, kw_only=True):
     """Corrects the sum of a block's operations' prices, products slowed down by the power cap: to
     ``ratio`` times the sum, and no less than the ``host_s`` that the host takes to launch it
-    (``prices.evaluate.slower_s``). ``saved_ratio``: measured over counted saved bytes. Ratios are
-    by ``Block.activation_elements``."""
+    (``prices.evaluate.slower_s``). ``saved_ratio``: measured over counted saved bytes. They are by
+    ``Block.activation_elements``. Errors are relative: what other limits, as likely, differ by."""
 
     like: Block
-    host_s: NonNegativeFloat = 0.0
     activation_elements: tuple[float, ...]
+    host_s: tuple[NonNegativeFloat, ...]
     ratio: tuple[float, ...]
+    host_error: NonNegativeFloat = 0.0
+    ratio_error: NonNegativeFloat = 0.0
     saved_ratio: tuple[float, ...] = ()
     held_out: HeldOut
 
@@ -165,11 +167,11 @@ class Factor(Price, kw_only=True):
         sizes = self.activation_elements
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
             self.fail("activation_elements", "must hold sizes > 0, each larger than the last")
-        for field in ("ratio", "saved_ratio"):
+        for field in ("host_s", "ratio", "saved_ratio"):
             values = getattr(self, field)
-            if (values or field == "ratio") and len(values) != len(sizes):
+            if (values or field != "saved_ratio") and len(values) != len(sizes):
                 self.fail(field, f"must hold one number for each of {len(sizes)} sizes")
-            if not all(value > 0 for value in values):
+            if field != "host_s" and not all(value > 0 for value in values):
                 self.fail(field, "every ratio must be > 0")
 
 

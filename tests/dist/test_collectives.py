@@ -164,7 +164,7 @@ def reduced(ranks: Ranks) -> list[bool]:
 
 
 def sums(ranks: Ranks, **options) -> float:
-    """What the cases of these options leave on this rank, if rank r has 10^r."""
+    """Return what the cases of these options leave on this rank, if rank r has 10^r."""
     machine = Cluster(
         name="four",
         num_hosts=1,

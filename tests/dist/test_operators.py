@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwise.probe import attention, collectives, operators, overlap
+from meshwise.probe import attention, block, collectives, operators, overlap
 from meshwise.probe.cases import attention as attention_cases
 from meshwise.probe.work import Unavailable, tried
 from meshwise.spec import Attention, Case, Collective, Convolution, Elementwise, Gemm, Overlap
@@ -327,7 +327,8 @@ def overlaps(ranks, kind: str):
 
     groups = collectives.Groups(ranks)
     with contextlib.ExitStack() as settings:
-        work = overlap.build(Case(op=op, world_size=world_size), groups, settings)
+        case = Case(op=op, world_size=world_size)
+        work = overlap.build(case, groups, block.Blocks(ranks), settings)
         both = [counted(i, call) for i, call in enumerate(work.calls)]
         timed = overlap.measure(*both, ranks, max_seconds=0.02)
     return json.loads(json.dumps([timed.times_s, timed.rank_times_s, timed.metrics, calls]))

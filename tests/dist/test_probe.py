@@ -298,6 +298,7 @@ def test_four_ranks(tmp_path):
         *(block(part, "backward", tp=2, model=LLAMA) for part in ("layer", "head")),
         *(block("layer", way, tp, EXPERTS) for way in WAYS for tp in (1, 2)),
         *SHARED_BLOCKS,
+        block("head", "backward", model=DIFFERENT),
         *(of_images(form, tp) for form in ("0.rest", "1.first") for tp in (1, 2)),
         *(collective(kind, 4) for kind in KINDS),
         collective("all_gather", 2, 2),

@@ -100,7 +100,7 @@ def test_an_all_reduce_between_hosts_is_its_closed_form():
 
 
 def test_a_small_collective_in_a_graph_takes_what_the_data_sheet_says():
-    """Of 4 H200, one call a graph, without symmetric memory, below 64 KiB: read off the samples."""
+    """Read off the samples of 4 H200: one call a graph, no symmetric memory, below 64 KiB."""
     folder = BENCHMARKS / "2026-11-27-four/collectives/runs"
     off = []
     for path in sorted(folder.glob("*")):

@@ -357,7 +357,7 @@ def test_costs_of_several_dtypes_and_lowerings_come_back(tmp_path):
     )  # fmt: skip
     store.write(tmp_path / "costs.json", several)
     found = store.read(tmp_path / "costs.json", Costs)
-    assert found == several and found.schema_version == 4
+    assert found == several and found.schema_version == 5
     prices = Prices(found)
     assert prices.estimate(op).time_s == 1e-3
     assert prices.estimate(msgspec.structs.replace(op, dtype="fp32")).time_s == 9e-3
@@ -367,7 +367,7 @@ def test_costs_of_several_dtypes_and_lowerings_come_back(tmp_path):
 def test_costs_of_version_1_are_refused_with_the_command_that_makes_new_ones(tmp_path):
     old = tmp_path / "costs.json"
     old.write_text('{"schema_version": 1, "runs": ["20260101T000000-measure-profile"]}')
-    with pytest.raises(ValueError, match=r"is 1, .* reads 4; .*meshwise calibrate RUN.*20260101T"):
+    with pytest.raises(ValueError, match=r"is 1, .* reads 5; .*meshwise calibrate RUN.*20260101T"):
         store.read(old, Costs)
 
 

@@ -261,7 +261,8 @@ def test_small_layers_take_what_the_host_takes(costs):
     alone = timed_blocks(bare, host_s, 1.1, (1, 2, 4, 8))
     split = timed_blocks(bare, 1.5 * host_s, 1.1, (1,), tp=4, sequence_parallel=True)
     factors = fit_factors([alone, split], Prices(bare))
-    assert [factor.host_s for factor in factors] == pytest.approx([host_s, 1.5 * host_s], rel=0.05)
+    for factor, wanted_s in zip(factors, (host_s, 1.5 * host_s), strict=True):
+        assert factor.host_s == pytest.approx(len(factor.host_s) * [wanted_s], rel=0.05)
     prices = Prices(msgspec.structs.replace(bare, factors=factors))
     ((wanted, time_s, _),), _ = timed_blocks(
         bare, 1.5 * host_s, 1.1, (16,), tp=4, sequence_parallel=True
@@ -269,6 +270,22 @@ def test_small_layers_take_what_the_host_takes(costs):
     block = wanted.case.op
     ratio, _ = factor_of(prices, block)
     assert ratio * prices.composed_s(models.block_tasks(block)) == pytest.approx(time_s, rel=0.02)
+
+
+def test_small_layers_say_nothing_of_what_the_host_hides(costs):
+    """The host takes 2 ms once and 3 ms once; the device is the longer at no measured size."""
+    bare = msgspec.structs.replace(costs, factors=())
+    alone = timed_blocks(bare, 1e-3, 1.1, (1, 2, 4, 8))
+    over_tp = {"tp": 4, "sequence_parallel": True}
+    (first,), about = timed_blocks(bare, 2e-3, 1.1, (1,), **over_tp)
+    (second,), _ = timed_blocks(bare, 3e-3, 1.1, (2,), **over_tp)
+    factors = fit_factors([alone, ([first, second], about)], Prices(bare))
+    prices = Prices(msgspec.structs.replace(bare, factors=factors))
+    (large,), _ = timed_blocks(bare, 2e-3, 1.1, (1024,), **over_tp)
+    for (timed, time_s, _), near in ((first, 1e-6), (second, 1e-6), (large, 0.05)):
+        block = timed.case.op
+        composed_s = prices.composed_s(models.block_tasks(block))
+        assert factor_of(prices, block)[0] * composed_s == pytest.approx(time_s, rel=near)
 
 
 def test_blocks_whose_messages_have_no_price_have_no_factor(costs):
@@ -367,7 +384,7 @@ def test_the_layer_of_another_shape_stands_in_with_an_error_that_one_ratio_canno
     prices = Prices(msgspec.structs.replace(costs, factors=(*costs.factors, factor)))
     assert factor_of(prices, block)[0] == pytest.approx(0.6)
     ratio, error = factor_of(prices, Block(form="0.first", **shape))
-    assert ratio == pytest.approx(0.6) and error is not None and error.p90 == 0.3
+    assert ratio == pytest.approx(0.6, rel=0.05) and error is not None and error.p90 == 0.3
     (note,) = [note for note in prices.notes if "stands in" in note and "layer" in note]
     assert note.startswith("no layer 0.first wide_resnet c64") and "; layer 2.rest" in note
 

@@ -94,6 +94,16 @@ def test_a_block_comes_after_all_that_its_price_is_made_of(kind, world_size):
                     assert (part.kind, part.group_size) in curves
 
 
+def test_layers_that_share_sequences_are_measured_with_their_messages():
+    ops = [case.op for case in a_profile("cuda", 4)]
+    degrees = {op.cp for op in ops if isinstance(op, Block) and op.part == "layer"}
+    assert degrees == {1, 2, 4}
+    over_sequences = {
+        op.size_bytes for op in ops if isinstance(op, Collective) and op.kind == "all_to_all"
+    }
+    assert len(over_sequences) >= 2 * 9  # of two groups
+
+
 def test_layers_of_experts_are_blocks_over_tp_too():
     experts = msgspec.structs.replace(
         MODEL, experts=Experts(num_experts=4, top_k=2, ffn=192, every=1)

@@ -30,6 +30,7 @@ from meshwise.spec import (
     Cuts,
     Decoder,
     Device,
+    DeviceCount,
     Dilation,
     Experts,
     Factor,
@@ -47,6 +48,7 @@ from meshwise.spec import (
     Tier,
     Way,
     WeightLayout,
+    WhyNot,
     WideResNet,
     Workload,
     digest,
@@ -107,9 +109,16 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "window": None,
         "order": "contiguous" if f["dilation"] else f["order"],
     },
-    Block: lambda f: (
-        {"part": "layer", "form": "0.first"} if isinstance(f["model"], WideResNet) else {"form": ""}
-    ),
+    Block: lambda f: {
+        "seq_len": f["seq_len"] * f["cp"],
+        **(
+            {"part": "layer", "form": "0.first"}
+            if isinstance(f["model"], WideResNet)
+            else {"form": ""}
+        ),
+    },
+    DeviceCount: lambda f: {"layout": f["layout"] if f["step_time_s"] else None},
+    WhyNot: lambda f: {"obstacle": f["obstacle"] + "." * (not f["time"])},
     Collective: lambda f: {
         "ranks": tuple(range(3, 3 + f["group_size"])),
         "splits": ((5,) * f["group_size"],) * f["group_size"] * (f["kind"] == "all_to_all_v"),
@@ -167,7 +176,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "shapes": ((1, 2),),
         "time_s": (0.5,),
     },
-    Factor: lambda f: {"activation_elements": (4.0, 8.0), "ratio": (1.0, 2.0), "saved_ratio": ()},
+    Factor: lambda f: {
+        "activation_elements": (4.0, 8.0),
+        "host_s": (0.0, 1.0),
+        "ratio": (1.0, 2.0),
+        "saved_ratio": (),
+    },
 }
 
 

@@ -14,10 +14,13 @@ from meshwise.spec import (
     Device,
     Elementwise,
     Gemm,
+    Layout,
     Model,
     RunInfo,
     Sample,
+    Step,
     Tier,
+    Workload,
 )
 
 MODEL = Model(hidden=256, layers=1, heads=4, ffn=1024, vocab=512, max_seq_len=64)
@@ -112,3 +115,13 @@ def test_machines_without_a_data_sheet_are_refused():
         transfer([run(OLD, {PRODUCT: 1e-3})], bare)
     with pytest.raises(ValueError, match="different clusters"):
         transfer([run(OLD, {PRODUCT: 1e-3}), run(TWICE, {PRODUCT: 1e-3})], TWICE)
+
+
+def test_a_training_among_the_runs_has_no_price():
+    info, samples = run(OLD, {PRODUCT: 1.7e-3})
+    layout = Layout(num_microbatches=1)
+    step = Step(model=MODEL, workload=Workload(global_batch_size=1, seq_len=64), layout=layout)
+    case = Case(op=step)
+    trained = Sample(case_id=case.id, case=case, status="ok", times_s=(1.0,))
+    found = transfer([(info, [*samples, trained])], TWICE)
+    assert (len(found.surfaces), len(found.curves)) == (1, 0)

@@ -20,10 +20,8 @@ def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
     profile, found = profile_of(scope, asked.lowering, asked.seq_len), dict[Case, None]()
     obstacles, ranks = list[str](), scope.world_size
     for model in models_of(asked) or (default_model(scope.cluster),):
-        seq_len, sizes = (
-            profile.length(model),
-            asked.microbatch_sizes or profile.microbatches(model),
-        )
+        seq_len = profile.length(model)
+        sizes = asked.microbatch_sizes or profile.microbatches(model)
         for tp, cp, ep in product(asked.tp, asked.cp, asked.ep):
             if ranks % (tp * cp) or (ranks // tp) % ep:
                 obstacles.append(f"tp = {tp}, cp = {cp}, ep = {ep}: do not divide {ranks} ranks")

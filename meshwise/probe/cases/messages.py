@@ -1,8 +1,8 @@
 """List what plans of models send over groups of ranks, and the sizes that price it. No torch.
 
 The messages are read off programs: of every degree of tp (with and without sequence parallelism),
-dp and ep that the ranks allow, replicated and sharded (ZeRO 3), for several microbatch sizes. Each
-curve of prices then gets sizes from the least to the most of its messages.
+cp, dp and ep that the ranks allow, replicated and sharded (ZeRO 3), for several microbatch sizes.
+Each curve of prices then gets sizes from the least to the most of its messages.
 """
 
 import math
@@ -104,12 +104,15 @@ def _messages(scope: Scope, work: Sizing) -> Iterator[tuple[Collective, str]]:
             if not isinstance(op, Collective) or op.group_size == 1 or op.splits or not op.bytes:
                 continue
             use = "units of weights" if task.stream == "dp" else "tensor parallelism"
-            use = "experts" if op.kind == "all_to_all" else use
+            use = "context parallelism" if task.stream == "cp" else use
+            use = "experts" if op.kind == "all_to_all" and layout.ep > 1 else use
             yield replace(op, group_stride=1, ranks=()), use
 
 
 def _layouts(scope: Scope, work: Sizing) -> Iterator[Layout]:
     all_degrees, experts = degrees(scope.world_size), getattr(work.model, "experts", None)
+    for cp, size in product(all_degrees[1:], work.microbatches[1]):
+        yield Layout(cp=cp, microbatch_size=size)
     for tp, dp in product(all_degrees, all_degrees):
         if scope.world_size % (tp * dp) or tp > scope.cluster.num_devices_per_host:
             continue

@@ -7,8 +7,8 @@ In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrat
     1  the products of each model's layer at a typical microbatch size and the layers as blocks,
        the optimizer, head and its products; the largest messages that plans send
     2  the same of every tensor-parallel degree, with and without sequence parallelism; unsharded at
-       two other microbatch sizes; messages in between; sharded at the other two sizes; experts
-       over ranks; layers beside the messages of their FSDP2 unit
+       two other microbatch sizes; messages in between; layers whose sequences or experts ranks
+       share; sharded at the other two sizes; layers beside the messages of their FSDP2 unit
     3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
        size, what this model does not send, square and skinny GEMMs, other attention shapes
 
@@ -72,12 +72,13 @@ PRODUCTS = "products of the model"
 class ProfileSizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
-    microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
+    microbatches: tuple[int, ...]  # first one that outlasts the host's launches, then others
     images: tuple[int, ...]  # in a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # most important first: those outside the coarse range
     coarse_copies: tuple[int, ...]
     dense_copies: tuple[int, ...]
+    optimizer: tuple[int, ...]  # bytes of a step; a model's step moves more than the largest
     squares: tuple[int, ...]
     long: int  # the long side of a skinny GEMM
     skinny: tuple[int, ...]
@@ -86,12 +87,13 @@ class ProfileSizes(NamedTuple):
 
 SCALES = {
     "cuda": ProfileSizes(
-        microbatches=(4, 1, 8, 2),
+        microbatches=(16, 4, 1, 8),
         images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
         coarse_copies=(64 * KiB, 4 * MiB, 64 * MiB, GiB),
         dense_copies=(MiB, 16 * MiB, 256 * MiB, 4 * GiB, 256 * KiB),
+        optimizer=(GiB, 64 * MiB, 4 * GiB, 256 * MiB, 16 * MiB, 2 * GiB),
         squares=(8192, 4096, 2048, 1024, 512, 256),
         long=8192,
         skinny=(128, 1024),
@@ -110,6 +112,7 @@ SCALES = {
         dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB, 2 * MiB),
         coarse_copies=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_copies=(64 * MiB, 4 * MiB, 256 * KiB),
+        optimizer=(64 * MiB, MiB, 256 * MiB, 16 * MiB, 4 * MiB, 128 * MiB),
         squares=(1024, 512, 256, 128),
         long=1024,
         skinny=(64, 256),
@@ -207,12 +210,12 @@ def _round_0(profile: Profile, models: Models, messages: Messages) -> Iterator[F
 def _round_1(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
     blocks = [block for model in models for block in _blocks(profile, model, 0)]
     yield from _behind_their_products(_of("layer", blocks))
-    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies[::2]))
+    yield from _for("optimizer", map(_adamw, profile.scale.optimizer[:2]))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST))
     yield from _behind_their_products(_of("head", blocks))
     yield from _sizes(messages, slice(2, 3))
     yield from _for("copies", map(_copy, profile.scale.coarse_copies))
-    yield from _for("optimizer", map(_adamw, profile.scale.coarse_copies))
+    yield from _for("optimizer", map(_adamw, profile.scale.optimizer))
 
 
 def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[For]:
@@ -223,12 +226,12 @@ def _round_2(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     yield from _sizes(messages, slice(3, 5))
     for model in models:
         yield from _behind_their_products(list(_blocks(profile, model, 0, which=slice(1, None))))
+    for degree in degrees(profile.world_size)[1:]:
+        yield from _behind_their_products(list(_shared(profile, models, degree)))
     for nth in (1, 2):
         yield from _tensor_parallel(profile, models, nth)
     for tp in degrees(profile.world_size)[1:]:
         yield from _for(PRODUCTS, _beside_blocks(profile, models, FIRST, tp))
-    for ep in degrees(profile.world_size)[1:]:
-        yield from _behind_their_products(list(_experts(profile, models, ep)))
     yield from _for("work beside messages", _beside_messages(profile, models))
     yield from _for(PRODUCTS, _beside_blocks(profile, models, slice(1, None)))
 
@@ -242,8 +245,7 @@ def _round_3(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     sizes = (*scale.coarse_bytes, *scale.dense_bytes)
     others = (_collectives(profile, kinds, sizes, messages) for kinds in (MAIN, OTHER))
     yield from _for("other messages", itertools.chain.from_iterable(others))
-    for size in scale.dense_copies:
-        yield from ((_copy(size), "copies"), (_adamw(size), "optimizer"))
+    yield from _for("copies", map(_copy, scale.dense_copies))
     square = (_passes(n, n, n, dtype) for n in scale.squares)
     long = scale.long
     skinny = (
@@ -306,14 +308,17 @@ def _products(blocks: list[Block]) -> Iterator[Shaped]:
         yield from _shaped(block_ops(block))
 
 
-def _experts(profile: Profile, models: Models, ep: int) -> Iterator[Block]:
-    """Yield layers whose experts ``ep`` ranks share, at a typical microbatch size."""
+def _shared(profile: Profile, models: Models, degree: int) -> Iterator[Block]:
+    """Yield layers whose experts, or whose sequences, ``degree`` ranks share, at a typical
+    microbatch size."""
     for model in models:
         seq_len, size = profile.length(model), profile.microbatches(model)[0]
-        layout = Layout(dp=profile.world_size, ep=ep, microbatch_size=size)
-        if placement.obstacle(model, seq_len, layout) is None:
-            found = blocks_of(model, seq_len, layout, profile.dtype).values()
-            yield from (block for block in found if block.ep > 1)
+        by_experts = Layout(dp=profile.world_size, ep=degree, microbatch_size=size)
+        by_sequence = Layout(cp=degree, microbatch_size=size)
+        for layout in (by_experts, by_sequence):
+            if placement.obstacle(model, seq_len, layout) is None:
+                found = blocks_of(model, seq_len, layout, profile.dtype).values()
+                yield from (block for block in found if block.part == "layer" and block.is_shared)
 
 
 def _beside_messages(profile: Profile, models: Models) -> Iterator[Overlap]:
