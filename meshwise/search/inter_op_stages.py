@@ -8,7 +8,7 @@ those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from typing import NamedTuple, TypeVar
@@ -41,6 +41,7 @@ _MARGIN = 1.01  # layouts whose estimate is further off the best are not priced
 _TURNS = (2, 4)  # stages of a rank, if several
 _WORDS: tuple[Recompute, ...] = ("selective", "full")
 T = TypeVar("T")
+Rows = tuple[int, int]  # of a microbatch over a whole stage, and the stages of a rank
 
 
 class Terms(NamedTuple):
@@ -81,15 +82,18 @@ def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int
     )
 
 
-def layouts(of: Sequence[Frame], limit_bytes: float, cutoff_s: float) -> list[Layout]:
+def layouts(
+    of: Sequence[Frame], limit_bytes: float, lacks: Mapping[Rows, float], cutoff_s: float
+) -> list[Layout]:
     """Return pipelines that need up to ``limit_bytes`` and may take less than ``cutoff_s`` seconds,
-    the best first. Their stages may differ in layers, meshes and ways."""
+    the best first. Their stages may differ in layers, meshes and ways. ``lacks``: by how many bytes
+    pipelines of so many rows and turns were found to need more."""
     found = list[tuple[float, Layout]]()
-    hopeless = set[tuple[int, int]]()  # rows, turns; deeper pipelines have more in flight
+    hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
     each = [(frame, *of) for frame in of for of in zip(frame.problems, frame.barren, strict=True)]
     for frame, problem, barren in sorted(each, key=lambda of: of[1].turns):
-        problem = problem._replace(limit_bytes=limit_bytes)
         about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
+        problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
         if about in hopeless or cutoff_s <= max(barren[0], floor_s):
             continue
         floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
