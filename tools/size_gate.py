@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_425,
     "probe": 7_012,
     "reshard": 5_094,
-    "search": 3_960,
+    "search": 3_993,
     "spec": 3_218,
     "suites": 1_003,
     "verbs": 4_361,
