@@ -37,8 +37,10 @@ from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Wor
 from meshwise.spec.layout import Recompute, Way
 
 MOST = 50  # layouts returned
+_UNITS = 64  # that devices are counted in: more take long, and stages have many of them
 _MARGIN = 1.01  # layouts whose estimate is further off the best are not priced
 _TURNS = (2, 4)  # stages of a rank, if several
+_DEEP = 16  # ranks; interleaved, more of them are tried only if their number divides the devices
 _WORDS: tuple[Recompute, ...] = ("selective", "full")
 T = TypeVar("T")
 Rows = tuple[int, int]  # of a microbatch over a whole stage, and the stages of a rank
@@ -61,15 +63,28 @@ class Terms(NamedTuple):
 
 class Frame(NamedTuple):
     """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
-    depth, whose ``floor`` it is, then interleaved, depth by depth. ``barren``: for each problem a
-    time below which there is nothing, for any smaller memory, too."""
+    depth, whose ``floor`` it is, then interleaved, depth by depth. ``answers``: the last to each
+    problem."""
 
     rows: int
     ways: list[Layout]
     table: StageTable
     problems: list[Problem]
     floor: Least
-    barren: list[list[float]]
+    answers: "dict[int, _Answer]"
+
+
+class _Answer(NamedTuple):
+    """The divisions that were found with so much memory below a time."""
+
+    limit_bytes: float
+    cutoff_s: float
+    divisions: list[Division]
+
+    def holds(self, limit_bytes: float, cutoff_s: float) -> bool:
+        """Return whether it answers another question: what needs less and is faster is in it."""
+        less = limit_bytes == self.limit_bytes or not self.divisions
+        return less and limit_bytes <= self.limit_bytes and cutoff_s <= self.cutoff_s
 
 
 def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
@@ -90,19 +105,21 @@ def layouts(
     pipelines of so many rows and turns were found to need more."""
     found = list[tuple[float, Layout]]()
     hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
-    each = [(frame, *of) for frame in of for of in zip(frame.problems, frame.barren, strict=True)]
-    for frame, problem, barren in sorted(each, key=lambda of: of[1].turns):
+    each = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
+    for frame, number, problem in sorted(each, key=lambda of: of[2].turns):
         about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
         problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
-        if about in hopeless or cutoff_s <= max(barren[0], floor_s):
+        if about in hopeless or cutoff_s <= floor_s:
             continue
-        floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
-        if problem.time_s(*floor.whole) >= cutoff_s:
-            hopeless.add(about)
-            continue
-        divisions = divide(frame.table, problem, cutoff_s, floor)
-        barren[0] = barren[0] if divisions else cutoff_s
-        for division in divisions:
+        answer = frame.answers.get(number)
+        if answer is None or not answer.holds(problem.limit_bytes, cutoff_s):
+            floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
+            if problem.time_s(*floor.whole) >= cutoff_s:
+                hopeless.add(about)
+                continue
+            divisions = divide(frame.table, problem, cutoff_s, floor)
+            answer = frame.answers[number] = _Answer(problem.limit_bytes, cutoff_s, divisions)
+        for division in [each for each in answer.divisions if each.time_s < cutoff_s]:
             found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
             cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
@@ -112,39 +129,55 @@ def _frame(
     model: AnyModel, workload: Workload, prices: Prices, num_devices: int, rows: int
 ) -> Frame | None:
     """Return a frame, or None if it has no pipelines."""
-    ways = _ways(model, workload, prices.costs.cluster, num_devices, rows)
-    problems = [*_problems(model, workload, prices.costs, num_devices, rows)]
-    stages = _stages(model, workload, ways, prices) if problems else None
+    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
+    ways = _ways(model, workload, prices.costs.cluster, num_devices, rows, unit)
+    problems = [*_problems(model, workload, prices.costs, num_devices, rows, unit)]
+    stages = _stages(model, workload, ways, prices, unit) if problems else None
     if stages is None:
         return None
     ways, table = stages
-    barren = [[0.0] for _ in problems]
-    return Frame(rows, ways, table, problems, least(table, problems[0]), barren)
+    return Frame(rows, ways, table, problems, least(table, problems[0]), {})
+
+
+def _unit(num_devices: int, per_host: int) -> int:
+    """Return the number of devices that every stage has a multiple of: 1, or whole hosts of a large
+    cluster, so that there are up to ``_UNITS`` of them."""
+    if num_devices <= _UNITS or num_devices % per_host:
+        return 1
+    hosts = num_devices // per_host
+    return per_host * min(each for each in space.divisors(hosts) if hosts // each <= _UNITS)
 
 
 def _problems(
-    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, rows: int
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, rows: int, unit: int
 ) -> Iterator[Problem]:
-    most, count = min(num_devices, model.layers), workload.global_batch_size // rows
+    units, per_host = num_devices // unit, max(1, costs.cluster.num_devices_per_host // unit)
+    most, count = min(units, model.layers), workload.global_batch_size // rows
     limit = costs.cluster.usable_bytes
-    about = (num_devices, costs.cluster.num_devices_per_host, count)
+    about = (units, per_host, count)
     if most < 2 or schedule.check("1f1b", most, 1, count) is not None:
         return
     yield Problem(*about, [min(count, s + 1) for s in range(most)], limit)
     for turns in _TURNS:
-        for pp in range(2, min(num_devices, model.layers // turns) + 1):
-            if schedule.check("interleaved_1f1b", pp, turns, count) is None:
+        for pp in range(2, min(units, model.layers // turns) + 1):
+            is_usual = pp <= _DEEP or units % pp == 0
+            if is_usual and schedule.check("interleaved_1f1b", pp, turns, count) is None:
                 ahead = [min(count, (2 * s + 1 + (turns - 1) * pp) / turns) for s in range(pp)]
                 yield Problem(*about, ahead, limit, turns, exactly=True)
 
 
 def _ways(
-    model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, rows: int
+    model: AnyModel,
+    workload: Workload,
+    cluster: Cluster,
+    num_devices: int,
+    rows: int,
+    unit: int,
 ) -> list[Layout]:
     """Return the ways to run a stage on some of the devices."""
     host, moe = cluster.num_devices_per_host, bool(getattr(model, "experts", None))
     count, found = workload.global_batch_size // rows, list[Layout]()
-    for size in range(1, num_devices):
+    for size in range(unit, num_devices, unit):
         if size > host and size % host:
             continue
         for tp in space.divisors(size):
@@ -161,7 +194,7 @@ def _ways(
 
 
 def _stages(
-    model: AnyModel, workload: Workload, ways: Sequence[Layout], prices: Prices
+    model: AnyModel, workload: Workload, ways: Sequence[Layout], prices: Prices, unit: int
 ) -> tuple[list[Layout], StageTable] | None:
     """Add up the terms of every stage. Return the ways that have a price and that no other on as
     many devices beats in all, with their table; None if there are none."""
@@ -175,7 +208,7 @@ def _stages(
     if not priced:
         return None
     terms, beside = (np.asarray([each[at] for each in priced]) for at in (1, 2))
-    devices = np.asarray([way.num_devices for way, *_ in priced])
+    devices = np.asarray([way.num_devices // unit for way, *_ in priced])
     kept = _unbeaten(devices, terms, beside)
     terms, beside, devices = terms[kept], beside[kept], devices[kept]
     each = terms[:, [order.index(kind) for kind in kinds]]
