@@ -173,7 +173,7 @@ def create(
     plan: Plan | None = None,
 ) -> Path:
     """Make ``runs/<UTC>-<verb>-<slug>/`` with its run.json; an unwritable place fails here."""
-    slug = re.sub(r"[^a-z0-9.]+", "-", slug.lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9.]+", "-", slug.lower()).strip("-")[:160]  # names have 255 bytes
     stem = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{verb}-{slug}"
     for attempt in range(100):
         run_dir = Path(runs) / (stem if attempt == 0 else f"{stem}-{attempt}")

@@ -121,21 +121,19 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
         ]
         sent = DataTraffic()
         for kind, number in Counter(mine).items():
-            layer, root = _traffic(model, seq_len, kind, inside, layout.pp == 1, prices)
+            layer, root = traffic_of(model, seq_len, kind, inside, layout.pp == 1, prices)
             sent = sent.plus(layer, number)
         sent = sent if rank else sent.plus(root)
         # what passes before or after the rank's work slows nothing down, nor beside waits for cp
         beside_s = max(0.0, sent.messages_s - around_s) if layout.cp == 1 else 0.0
-        work_s = (count - busy) * work.both_s + _side_by_side_s(
+        work_s = (count - busy) * work.both_s + side_by_side_s(
             busy * work.both_s + sent.copies_s, busy * work.messages_s, beside_s, beside
         )
         least_s = max(least_s, sent.messages_s, around_s + work_s)
     return least_s
 
 
-def _side_by_side_s(
-    work_s: float, messages_s: float, sent_s: float, beside: Beside | None
-) -> float:
+def side_by_side_s(work_s: float, messages_s: float, sent_s: float, beside: Beside | None) -> float:
     """Return the least seconds of work and data-parallel messages (``sent_s``) side by side, where
     both are slower than alone. ``messages_s``: the part of the work that is messages between tp
     ranks or to experts. What these let pass at no cost is taken off ``sent_s`` first."""
@@ -338,7 +336,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 
 
 @lru_cache(maxsize=4096)
-def _traffic(
+def traffic_of(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[DataTraffic, DataTraffic]:
     """Return the traffic of a layer, and of the root."""

@@ -9,18 +9,19 @@ layouts that it keeps, it also prices the other orders.
 
 import gc
 import logging
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from heapq import heapify, heappop, heappush
+from contextlib import contextmanager, suppress
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import groupby
 from time import monotonic
 
 import msgspec
 
 from meshwise.prices import Prices
-from meshwise.search import balance, bound, room
+from meshwise.search import balance, bound, inter_op_stages, room
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import SUMS, Peak
 from meshwise.search.space import check, legal_layouts, unchecked
@@ -40,6 +41,8 @@ from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
 log = logging.getLogger("meshwise")
+_ROUNDS = 4  # of choosing uneven pipelines
+_NEAR = 1.02  # of the memory: a layout that needs no more is near enough to fitting
 
 
 class NoLayout(ValueError):
@@ -93,8 +96,6 @@ def find(
             f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
-    if not layouts:
-        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
@@ -103,7 +104,10 @@ def find(
     ]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
+    ranked = _with_uneven(model, workload, prices, ranked, num_devices)
     nearest = _nearest(model, workload, prices, ladders, limit)
+    if not ranked and not layouts:
+        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     if not ranked and nearest is None:
         raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
@@ -248,12 +252,47 @@ def _best_first(
     return ranked, passed_over
 
 
+def _with_uneven(
+    model: AnyModel,
+    workload: Workload,
+    prices: Prices,
+    uniform: list[Candidate],
+    num_devices: int,
+) -> list[Candidate]:
+    """Add the uneven pipelines that fit and may be faster than the fastest uniform layout. The
+    bytes that they were chosen by are a little too few: if one does not fit, choose again for a
+    memory that is smaller by what it lacks, among those of its rows, until there is one."""
+    limit, lacks = prices.costs.cluster.usable_bytes, dict[inter_op_stages.Rows, float]()
+    ranked, known = list(uniform), {each.layout for each in uniform}
+    frames = inter_op_stages.frames(model, workload, prices, num_devices)
+    for _ in range(_ROUNDS):
+        cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
+        chosen = inter_op_stages.layouts(frames, limit, lacks, cutoff_s)
+        missing = dict[inter_op_stages.Rows, float]()
+        for layout in [each for each in chosen if each not in known]:
+            known.add(layout)
+            _, peak = memory_of(model, workload, layout, prices)
+            if peak.total_bytes > limit:
+                rows = layout.microbatch_size * layout.dp, layout.stages_per_rank
+                missing.setdefault(rows, peak.total_bytes - limit)
+                continue
+            with suppress(ValueError):  # something was not measured
+                prediction = predict(model, workload, layout, prices)
+                candidate = Candidate(layout=layout, prediction=prediction)
+                insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
+        if not missing:
+            break
+        lacks.update({rows: lacks.get(rows, 0.0) + more for rows, more in missing.items()})
+    return ranked
+
+
 def _in_best_order(
     model: AnyModel, workload: Workload, prices: Prices, best: Candidate, limit: float
 ) -> Candidate:
     """Return the candidate with the fastest order of its sums over tp that fits."""
     layout = best.layout
-    orders = ["first"] if layout.zero or layout.data_ranks == 1 else ["first", "together"]
+    apart = layout.zero or layout.ways or layout.data_ranks == 1
+    orders = ["first"] if apart else ["first", "together"]
     if not any(part.name == SUMS for part in best.prediction.time_parts):
         return best
     for order in orders:
@@ -288,9 +327,10 @@ def _nearest(
     ladders: Sequence[tuple[Layout, ...]],
     limit: float,
 ) -> Infeasible | None:
-    """Return the layout that needs the least memory among those that do not fit. Layouts wait in
-    order of a lower bound, and whichever comes first is looked at more closely: those that differ
-    only in recomputation together, each alone, by the sharper bound of ``room``, evaluated."""
+    """Return the layout that needs the least memory among those that do not fit, or one that needs
+    up to ``_NEAR`` of what there is. Layouts wait in order of a lower bound, and whichever comes
+    first is looked at more closely: those that differ only in recomputation together, each alone,
+    by the sharper bound of ``room``, evaluated. Some that may be near come before all."""
     about = (model, workload.seq_len)
     layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
     for ladder in ladders:
@@ -302,8 +342,10 @@ def _nearest(
         for number, (layout, *others) in together.items()
     ]
     heapify(waiting)
-    found: tuple[Layout, int, Peak] | None = None
+    found = _just_beyond(model, workload, prices, layouts, limit)
     tell = _Progress()
+    if found is not None and found[2].total_bytes < _NEAR * limit:
+        waiting.clear()
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
         tell("looking for the layout nearest to fitting: %d wait", len(waiting))
         floor, looks, number = heappop(waiting)
@@ -328,6 +370,31 @@ def _nearest(
     layout, rank, peak = found
     missing, reason = peak.total_bytes - limit, shortfall(rank, peak, limit)
     return Infeasible(layout=layout, missing_bytes=missing, reason=reason)
+
+
+def _just_beyond(
+    model: AnyModel,
+    workload: Workload,
+    prices: Prices,
+    layouts: Sequence[Layout],
+    limit: float,
+) -> tuple[Layout, int, Peak] | None:
+    """Return the nearest of some layouts that do not fit, with its fullest rank and that one's
+    peak. Peaks are up to a tenth above their lower bound, so these are looked for below the
+    limit, too."""
+    found: tuple[Layout, int, Peak] | None = None
+    about = (model, workload.seq_len)
+    floors = [bound.memory_bytes(*about, layout, prices) / limit for layout in layouts]
+    for share in (0.98, 0.95, 0.9):
+        pool = nsmallest(100, ((abs(floor - share), at) for at, floor in enumerate(floors)))
+        least = [(room.between(model, workload, layouts[at], prices)[0], at) for _, at in pool]
+        for _, at in nsmallest(20, (each for each in least if each[0] > limit)):
+            rank, peak = _peak(model, workload, layouts[at], prices)
+            if found is None or peak.total_bytes < found[2].total_bytes:
+                found = layouts[at], rank, peak
+            if found[2].total_bytes < _NEAR * limit:
+                return found
+    return found
 
 
 def shortfall(rank: int, peak: Peak, limit: float) -> str:

@@ -103,7 +103,7 @@ def staged(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) 
         stages,
         timetable(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches),
         [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, prices.costs)],
-        _charge(_exchanged(model, layout, prices.costs), EXCHANGE, prices),
+        _charge(exchanged(model, layout, prices.costs), EXCHANGE, prices),
     )
 
 
@@ -227,7 +227,7 @@ def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> i
     return math.prod(stream_shape(model, rows, seq_len, behind))
 
 
-def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
+def exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
     """Return the message between the first and the last stage that carries the float32 gradient of
     a tied embedding, or None."""
     size_bytes = _exchanged_bytes(model, layout)

@@ -23,7 +23,7 @@ from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.simulate import ROLES, WEIGHTS
 from meshwise.search.stage import Layer, StageKind, stage_memory
 from meshwise.spec import DTYPE_BYTES, AnyModel, Cuts, LayerKind, Layout, Workload
-from meshwise.spec.layout import SPLIT, rank_of
+from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Dtype
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
@@ -67,6 +67,17 @@ def all_fit(
     """Return whether all layouts of a ladder fit by the upper bound. They differ only in
     recomputation; the bound takes the largest of each quantity over all of them."""
     return max(high for _, _, high in _of_ranks(model, workload, ladder, prices)) <= limit
+
+
+def of_stage(
+    model: AnyModel, seq_len: int, inside: Layout, end: End, word: Recompute, prices: Prices
+) -> tuple[float, float]:
+    """Return the bytes that a stage needs at least in 1F1B: at any time, and besides for each
+    microbatch in flight. ``word``: what its backward recomputes in all layers."""
+    active = _activity(model, seq_len, cut_of(inside), (word, None), False, end, prices)
+    of = _holding(model, inside, end, active, prices.costs.dtype)
+    lasting, gradients, *_, held, backward, waits = of
+    return lasting + gradients + max(backward, waits - held), held
 
 
 @lru_cache(maxsize=4096)

@@ -115,11 +115,11 @@ def _candidates(
                 elif cp > 1 and workload.seq_len < FEWEST_TOKENS * cp:
                     removed[f"cp > 1 would leave a rank fewer than {FEWEST_TOKENS:,} tokens"] += 1
                 else:
-                    for layout in _shared(dp, cp, tp, bool(getattr(model, "experts", None))):
+                    for layout in shared(dp, cp, tp, bool(getattr(model, "experts", None))):
                         yield from _cuts(layout, batch // dp, pp, model.layers)
 
 
-def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
+def shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
     """Yield the ways in which the ranks of one stage may share its state and its experts."""
     ranks = dp * cp
     for zero in range(4) if ranks > 1 else (0,):

@@ -5,6 +5,7 @@ pipeline outermost: every pipeline rank is a range of neighbouring ranks. ``Layo
 view with pp=1; data and tensor parallelism within a pipeline rank need nothing else.
 """
 
+from collections.abc import Iterable
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal
 
@@ -76,12 +77,19 @@ class Cuts(Record, kw_only=True):
 _CUTS = Cuts()
 
 
-def _in_words(counts: tuple[int, ...]) -> str:
-    """Return ``7,8x14,7``: four or more equal counts in a row are written ``count x times``."""
-    runs = [(count, len(list(run))) for count, run in groupby(counts)]
-    return ",".join(
-        f"{n}x{times}" if times > 3 else ",".join([str(n)] * times) for n, times in runs
-    )
+def _in_words(each: Iterable[int | str], between: str = ",") -> str:
+    """Return ``7,8x14,7``, or ``(1x4)x6,2x4``: four or more equal in a row are written once."""
+    found = list[str]()
+    for one, run in groupby(map(str, each)):
+        times = len(list(run))
+        short = f"{one}x{times}" if one.isdigit() else f"({one})x{times}"
+        found += [short] if times > 3 else [one] * times
+    return between.join(found)
+
+
+def _again(word: str, layers: int | None) -> str:
+    """Return ``full:3``: what backward computes again, and in how many layers if not in all."""
+    return f"{word}:{layers}" if layers else word
 
 
 class Way(Record, kw_only=True):
@@ -101,14 +109,11 @@ class Way(Record, kw_only=True):
 
     @property
     def name(self) -> str:
-        words = [
-            value.name or "plain"
-            if isinstance(value, Cuts)
-            else value
-            if field == "recompute"
-            else f"{field}{value}"
-            for field, value in self.given.items()
-        ]
+        given = self.given
+        words = [f"{field}{given[field]}" for field in ("zero", "replicas", "ep") if field in given]
+        words += [self.cuts.name or "plain"] if self.cuts else []
+        if self.recompute or self.recompute_layers:
+            words.append(_again(self.recompute or "", self.recompute_layers))
         return "+".join(words) or "same"
 
 
@@ -342,7 +347,7 @@ class Layout(Record, kw_only=True):
             looped = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
             parts.append(f"pp{self.pp}{looped} {self.schedule}")
         if self.meshes:
-            parts.append("meshes " + ",".join(f"{dp}x{tp}" for dp, tp in self.meshes))
+            parts.append("meshes " + _in_words(f"{dp}x{tp}" for dp, tp in self.meshes))
         elif self.dp > 1 or self.num_devices == 1:
             parts.append(f"dp{self.dp}" + (f"/{self.replicas}" if self.replicas > 1 else ""))
         sequence_parallel = "+sp" if self.sequence_parallel else ""
@@ -355,13 +360,12 @@ class Layout(Record, kw_only=True):
         if self.tp_sums != "last":
             parts.append(f"sums:{self.tp_sums}")
         if self.ways:
-            parts.append("ways " + "/".join(way.name for way in self.ways))
+            parts.append("ways " + _in_words((way.name for way in self.ways), "/"))
         if self.layers:
             parts.append("layers " + _in_words(self.layers))
         if self.zero:
             parts.append(f"zero{self.zero}")
         parts.append(f"mb{self.microbatch_size}x{self.num_microbatches}")
         if self.recompute != "none":
-            some = f":{self.recompute_layers}" if self.recompute_layers else ""
-            parts.append(f"{self.recompute}{some}")
+            parts.append(_again(self.recompute, self.recompute_layers))
         return " ".join(parts)

@@ -49,6 +49,28 @@ def test_stages_of_unequal_degrees(gloo_ranks, tmp_path):
     assert matrix.is_right(plan, loss, value), (loss, value, where)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(
+            pp=3, schedule="1f1b", meshes=((1, 1), (1, 2), (1, 1)), microbatch_size=2,
+            num_microbatches=4, layers=(1, 2, 1), sequence_parallel=True, recompute="full",
+            ways=(Way(), Way(recompute_layers=1, recompute="selective"), Way(recompute="none")),
+        ),
+        Layout(
+            pp=2, schedule="interleaved_1f1b", stages_per_rank=2, meshes=((2, 1), (1, 2)), zero=3,
+            microbatch_size=4, num_microbatches=2, layers=(1, 1, 1, 1),
+            ways=(Way(), Way(recompute="full"), Way(recompute="selective"), Way()),
+        ),
+    ],
+    ids=lambda layout: layout.name,
+)  # fmt: skip
+def test_what_the_search_of_uneven_pipelines_may_choose(gloo_ranks, tmp_path, layout):
+    plan = matrix.plan_of(matrix.FAMILIES["llama"], layout, "adamw")
+    loss, value, where = matrix.run(gloo_ranks, plan, tmp_path)
+    assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
 def test_another_order_of_sums_alone_is_refused_since_its_price_is_another():
     plan = matrix.plan_of(matrix.FAMILIES["llama"], PIPELINE, "adamw")
     data = json.loads(msgspec.json.encode(plan))

@@ -436,7 +436,7 @@ MORE_SEEDS = [
 
 
 @pytest.mark.parametrize("seed", SEEDS + MORE_SEEDS)
-def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
+def test_the_nearest_that_does_not_fit_is_so_within_2_percent_of_the_memory(costs, seed):
     """Against predicting every layout of the space, with memory for some or for none."""
     chance = random.Random(seed)
     model, workload, devices = small_space(chance)
@@ -455,18 +455,20 @@ def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     sizes = sorted(needed.values())
     limit = (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1]))[seed % 3]
     above = [size for size in sizes if size > int(limit)]
+    most = max(1.02 * limit, above[0]) if above else 0.0
     there = on(costs, memory_bytes=limit)
     if sizes[0] > int(limit):
         with pytest.raises(ValueError) as refusal:
             search.find(model, workload, there, num_devices=devices)
         told = re.search("the nearest, (.*): rank", str(refusal.value))
-        assert told is not None and needed[told[1]] == pytest.approx(above[0], rel=1e-12)
+        assert told is not None and limit < needed[told[1]] <= most * (1 + 1e-12)
         return
     nearest = search.find(model, workload, there, num_devices=devices).nearest_infeasible
     assert (nearest is None) == (not above)
     if nearest is not None:
-        assert nearest.missing_bytes == pytest.approx(above[0] - int(limit), abs=1e-3)
-        assert needed[nearest.layout.name] == pytest.approx(above[0], rel=1e-12)
+        peak = needed[nearest.layout.name]
+        assert limit < peak <= most * (1 + 1e-12)
+        assert nearest.missing_bytes == pytest.approx(peak - int(limit), abs=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,9 +20,9 @@ CASE = Case(op=Gemm(m=1, n=2, k=3), world_size=2)
 SAMPLE = Sample(case_id=CASE.id, case=CASE, status="ok", times_s=(1.0, 2.0))
 
 
-def new_run(path):
+def new_run(path, slug="Profile two"):
     return store.create(
-        path, verb="measure", slug="Profile two", cluster=CLUSTER, world_size=2,
+        path, verb="measure", slug=slug, cluster=CLUSTER, world_size=2,
         command=("meshwise", "measure"), provenance={"torch": "none"},
     )  # fmt: skip
 
@@ -50,6 +50,10 @@ def test_a_wrong_field_is_named_with_its_value(tmp_path, old, new, message):
     with pytest.raises(ValueError, match=message) as error:
         store.read(path, Cluster)
     assert "\n" not in str(error.value)
+
+
+def test_a_layout_with_a_long_name_has_a_run_directory(tmp_path):
+    assert new_run(tmp_path, slug="ways " + "selective:1/" * 64).is_dir()
 
 
 def test_missing_file():

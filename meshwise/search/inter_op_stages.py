@@ -1,0 +1,401 @@
+"""Price the stages that ``inter_op`` may choose, and make layouts of what it chose.
+
+A frame is what all stages share: the rows of a microbatch over the whole stage, and how many
+microbatches there are. A way to run a stage is a mesh (dp, tp) whose dp divides the rows, with one
+of the ways to share its state, its experts and its activations. Seconds and bytes of a stage are
+those of its layers added up, and of its ends (``Terms``). Seconds are the terms of ``bound``, bytes
+those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices what is best.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from meshwise import schedule
+from meshwise.models import placement
+from meshwise.prices import Prices
+from meshwise.search import room, space
+from meshwise.search.bound import (
+    NOTHING,
+    DataTraffic,
+    End,
+    cut_of,
+    end_work,
+    layer_work,
+    side_by_side_s,
+    traffic_of,
+)
+from meshwise.search.charges import beside_of
+from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
+from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
+from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
+from meshwise.spec.layout import Recompute, Way
+
+MOST = 50  # layouts returned
+_UNITS = 64  # that devices are counted in: more take long, and stages have many of them
+_MARGIN = 1.01  # layouts whose estimate is further off the best are not priced
+_TURNS = (2, 4)  # stages of a rank, if several
+_DEEP = 16  # ranks; interleaved, more of them are tried only if their number divides the devices
+_WORDS: tuple[Recompute, ...] = ("selective", "full")
+T = TypeVar("T")
+Rows = tuple[int, int]  # of a microbatch over a whole stage, and the stages of a rank
+
+
+class Terms(NamedTuple):
+    """The addends of a layer, or of an end of a stage. ``pace_s``: forward and backward of a
+    microbatch, beside the messages that ZeRO-2 and 3 send with each. ``tail_s``: what the messages
+    of a step (ZeRO-0 and 1) add in the first stage, which ends last. ``resident``: bytes at any
+    time. ``held``: of each microbatch in flight. ``slower_s`` and ``spared``: seconds more and
+    bytes less if the layer is computed again."""
+
+    pace_s: float = 0.0
+    tail_s: float = 0.0
+    resident: float = 0.0
+    held: float = 0.0
+    slower_s: float = 0.0
+    spared: float = 0.0
+
+
+class Frame(NamedTuple):
+    """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
+    depth, whose ``floor`` it is, then interleaved, depth by depth. ``answers``: the last to each
+    problem."""
+
+    rows: int
+    ways: list[Layout]
+    table: StageTable
+    problems: list[Problem]
+    floor: Least
+    answers: "dict[int, _Answer]"
+
+
+class _Answer(NamedTuple):
+    """The divisions that were found with so much memory below a time."""
+
+    limit_bytes: float
+    cutoff_s: float
+    divisions: list[Division]
+
+    def holds(self, limit_bytes: float, cutoff_s: float) -> bool:
+        """Return whether it answers another question: what needs less and is faster is in it."""
+        less = limit_bytes == self.limit_bytes or not self.divisions
+        return less and limit_bytes <= self.limit_bytes and cutoff_s <= self.cutoff_s
+
+
+def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
+    """Return all frames that have pipelines, the most promising first."""
+    rows = space.divisors(workload.global_batch_size)
+    found = [_frame(model, workload, prices, num_devices, each) for each in rows]
+    return sorted(
+        [frame for frame in found if frame is not None],
+        key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
+    )
+
+
+def layouts(
+    of: Sequence[Frame], limit_bytes: float, lacks: Mapping[Rows, float], cutoff_s: float
+) -> list[Layout]:
+    """Return pipelines that need up to ``limit_bytes`` and may take less than ``cutoff_s`` seconds,
+    the best first. Their stages may differ in layers, meshes and ways. ``lacks``: by how many bytes
+    pipelines of so many rows and turns were found to need more."""
+    found = list[tuple[float, Layout]]()
+    hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
+    each = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
+    for frame, number, problem in sorted(each, key=lambda of: of[2].turns):
+        about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
+        problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
+        if about in hopeless or cutoff_s <= floor_s:
+            continue
+        answer = frame.answers.get(number)
+        if answer is None or not answer.holds(problem.limit_bytes, cutoff_s):
+            floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
+            if problem.time_s(*floor.whole) >= cutoff_s:
+                hopeless.add(about)
+                continue
+            divisions = divide(frame.table, problem, cutoff_s, floor)
+            answer = frame.answers[number] = _Answer(problem.limit_bytes, cutoff_s, divisions)
+        for division in [each for each in answer.divisions if each.time_s < cutoff_s]:
+            found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
+            cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
+    return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
+
+
+def _frame(
+    model: AnyModel, workload: Workload, prices: Prices, num_devices: int, rows: int
+) -> Frame | None:
+    """Return a frame, or None if it has no pipelines."""
+    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
+    ways = _ways(model, workload, prices.costs.cluster, num_devices, rows, unit)
+    problems = [*_problems(model, workload, prices.costs, num_devices, rows, unit)]
+    stages = _stages(model, workload, ways, prices, unit) if problems else None
+    if stages is None:
+        return None
+    ways, table = stages
+    return Frame(rows, ways, table, problems, least(table, problems[0]), {})
+
+
+def _unit(num_devices: int, per_host: int) -> int:
+    """Return the number of devices that every stage has a multiple of: 1, or whole hosts of a large
+    cluster, so that there are up to ``_UNITS`` of them."""
+    if num_devices <= _UNITS or num_devices % per_host:
+        return 1
+    hosts = num_devices // per_host
+    return per_host * min(each for each in space.divisors(hosts) if hosts // each <= _UNITS)
+
+
+def _problems(
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, rows: int, unit: int
+) -> Iterator[Problem]:
+    units, per_host = num_devices // unit, max(1, costs.cluster.num_devices_per_host // unit)
+    most, count = min(units, model.layers), workload.global_batch_size // rows
+    limit = costs.cluster.usable_bytes
+    about = (units, per_host, count)
+    if most < 2 or schedule.check("1f1b", most, 1, count) is not None:
+        return
+    yield Problem(*about, [min(count, s + 1) for s in range(most)], limit)
+    for turns in _TURNS:
+        for pp in range(2, min(units, model.layers // turns) + 1):
+            is_usual = pp <= _DEEP or units % pp == 0
+            if is_usual and schedule.check("interleaved_1f1b", pp, turns, count) is None:
+                ahead = [min(count, (2 * s + 1 + (turns - 1) * pp) / turns) for s in range(pp)]
+                yield Problem(*about, ahead, limit, turns, exactly=True)
+
+
+def _ways(
+    model: AnyModel,
+    workload: Workload,
+    cluster: Cluster,
+    num_devices: int,
+    rows: int,
+    unit: int,
+) -> list[Layout]:
+    """Return the ways to run a stage on some of the devices."""
+    host, moe = cluster.num_devices_per_host, bool(getattr(model, "experts", None))
+    count, found = workload.global_batch_size // rows, list[Layout]()
+    for size in range(unit, num_devices, unit):
+        if size > host and size % host:
+            continue
+        for tp in space.divisors(size):
+            if tp > host or rows % (size // tp):
+                continue
+            for shared in space.shared(size // tp, 1, tp, moe):
+                inside = space.unchecked(
+                    shared, microbatch_size=rows * tp // size, num_microbatches=count
+                )
+                gains = inside.replicas == 1 and not (inside.zero == 1 == count)
+                if gains and placement.obstacle(model, workload.seq_len, inside) is None:
+                    found.append(inside)
+    return found
+
+
+def _stages(
+    model: AnyModel, workload: Workload, ways: Sequence[Layout], prices: Prices, unit: int
+) -> tuple[list[Layout], StageTable] | None:
+    """Add up the terms of every stage. Return the ways that have a price and that no other on as
+    many devices beats in all, with their table; None if there are none."""
+    kinds = layer_kinds(model, workload.seq_len)
+    order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
+    for way in ways:
+        with suppress(ValueError):  # was not measured
+            between = _between(model, workload, way, prices)
+            for word, terms_of in _terms(model, workload.seq_len, way, prices, kinds):
+                priced.append((space.unchecked(way, recompute=word), terms_of, between))
+    if not priced:
+        return None
+    terms, beside = (np.asarray([each[at] for each in priced]) for at in (1, 2))
+    devices = np.asarray([way.num_devices // unit for way, *_ in priced])
+    kept = _unbeaten(devices, terms, beside)
+    terms, beside, devices = terms[kept], beside[kept], devices[kept]
+    each = terms[:, [order.index(kind) for kind in kinds]]
+    inner, first, last = np.moveaxis(terms[:, len(order) :, None], 1, 0)
+    sums = np.concatenate([np.zeros_like(each[:, :1]), np.cumsum(each, axis=1)], axis=1)
+    kind, start, stop = _kinds(kinds)
+    of = sums[:, stop] - sums[:, start] + inner
+    of[:, start == 0] += first
+    of[:, stop == len(kinds)] += last
+    pace_s, tail_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
+    table = StageTable(
+        devices=devices,
+        hops_s=beside[:, :2],
+        kind=kind,
+        layers=stop - start,
+        once_s=pace_s + (start == 0) * (tail_s + beside[:, 2:3]),
+        pace_s=pace_s,
+        resident=resident + beside[:, 3:],
+        held=held,
+        slower_s=slower_s / (stop - start),
+        spared=spared / (stop - start),
+    )
+    return [priced[at][0] for at in kept], table
+
+
+def _kinds(layers: Sequence[LayerKind]) -> tuple[Array, Array, Array]:
+    """Return the kind of every stage, [start, stop], -1 where it is none or has all layers, and
+    where the first of each kind starts and stops."""
+    count, known = len(layers), dict[object, tuple[int, int, int]]()
+    kind = np.full((count, count + 1), -1)
+    for start, stop in combinations(range(count + 1), 2):
+        if stop - start < count:
+            of = (layers[start:stop], start == 0, stop == count)
+            kind[start, stop] = known.setdefault(of, (len(known), start, stop))[0]
+    _, starts, stops = np.asarray([*known.values()]).T
+    return kind, starts, stops
+
+
+def _unbeaten(devices: Array, terms: Array, beside: Array) -> list[int]:
+    """Return the ways that no other on as many devices beats in all terms; of equal ones the
+    first."""
+    worst = terms * (np.ones(len(Terms._fields)) + Terms(spared=-2.0))
+    costs, kept = np.concatenate([worst.reshape(len(terms), -1), beside], axis=1), list[int]()
+    for at in np.lexsort(costs.T[::-1]).tolist():  # none comes before one that beats it
+        rivals = [other for other in kept if devices[other] == devices[at]]
+        if not (costs[rivals] <= costs[at]).all(axis=1).any():
+            kept.append(at)
+    return kept
+
+
+def _terms(
+    model: AnyModel, seq_len: int, way: Layout, prices: Prices, kinds: Sequence[LayerKind]
+) -> Iterator[tuple[Recompute, list[Terms]]]:
+    """Yield, for each word of what may be computed again, the terms of each kind of layer, then of
+    a stage beside its layers, and what the first and the last stage add to these."""
+    cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
+
+    def stage_bytes(
+        kind: LayerKind, count: int, word: Recompute, first: bool = False, last: bool = False
+    ) -> Array:
+        """Return the bytes of a stage at any time, and of a microbatch in flight."""
+        end = End(kinds=(kind,) * count, first=first, last=last)
+        return np.asarray(room.of_stage(*about, way, end, word, prices))
+
+    def third_bytes(kind: LayerKind, word: Recompute) -> Array:
+        more: Array = stage_bytes(kind, 3, word) - stage_bytes(kind, 2, word)
+        return more
+
+    def layer(kind: LayerKind) -> Terms:
+        work = layer_work(*about, cut, prices, (kind, NOTHING))
+        whole, each = _sent(*about, way, prices, kind)
+        alone_s, together = work.both_s + each.copies_s, way.zero >= 2
+        sent_s = each.messages_s if together else whole.messages_s
+        beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
+        pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
+        return Terms(pace_s, tail_s, *third_bytes(kind, NOTHING))
+
+    def recomputed(kind: LayerKind, word: Recompute) -> Terms:
+        plain, again = (layer_work(*about, cut, prices, (kind, of)) for of in (NOTHING, word))
+        return layers[kind]._replace(
+            slower_s=again.both_s - plain.both_s,
+            spared=max(0.0, layers[kind].held - third_bytes(kind, word)[1]),
+        )
+
+    def end(kind: LayerKind, first: bool = False, last: bool = False) -> Terms:
+        """Return the terms of a stage beside its layers."""
+        of = stage_bytes(kind, 2, NOTHING, first, last)
+        resident, held = of[0] - 2 * layers[kind].resident, of[1] - 2 * layers[kind].held
+        work = end_work(*about, cut, prices, kind, first=first, last=last)
+        return Terms(work.both_s, 0.0, resident, held)
+
+    layers = {kind: layer(kind) for kind in order}
+    inner = Terms(*map(max, zip(*map(end, order), strict=True)))
+    ends = (end(kinds[0], first=True), kinds[0]), (end(kinds[-1], last=True), kinds[-1])
+    more = [inner, *[Terms(*np.subtract(of, end(kind))) for of, kind in ends]]
+    for word in _WORDS:
+        yield word, [*[recomputed(kind, word) for kind in order], *more]
+
+
+def _sent(
+    model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
+) -> tuple[DataTraffic, DataTraffic]:
+    """Return a layer's traffic in a step of one microbatch, and what another one adds. It moves
+    weights, so that the size of microbatches does not matter."""
+    one, two, three = (
+        traffic_of(
+            model,
+            seq_len,
+            kind,
+            space.unchecked(way, num_microbatches=count, microbatch_size=1),
+            False,
+            prices,
+        )[0]
+        for count in (1, 2, 3)
+    )
+    return one, three.plus(two, -1) if way.num_microbatches > 1 else one
+
+
+def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:
+    """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
+    the next host; of a step's exchange of a tied embedding; and the bytes of messages and of all
+    else that is no layer's."""
+    two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
+    costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
+    assert op is not None
+    apart = costs.cluster.num_devices_per_host if costs.cluster.num_hosts > 1 else 1
+    far = msgspec.structs.replace(op, group_stride=max(op.group_stride, apart))
+    within, across = (2 * prices.estimate(each).time_s for each in (op, far))
+    tied = exchanged(model, two, costs)
+    tied_s = prices.estimate(tied).time_s if tied else 0.0
+    moving, _ = in_transit(model, workload, two, costs)
+    beside = images_bytes(model, workload, two) + costs.memory_overhead_bytes
+    return within, across, tied_s, beside + (most_sent(two, costs) + 1) * moving
+
+
+def _layout(division: Division, ways: Sequence[Layout], problem: Problem, rows: int) -> Layout:
+    """Return the layout of a division. What most stages have in common is the layout's, the rest
+    each stage's own way."""
+    chosen = [ways[stage.way] for stage in division.stages]
+    pp, turns = len(chosen), problem.turns
+    meshes = tuple((way.dp, way.tp) for way in chosen)
+    equal = len({*meshes}) == 1
+    dp, tp = meshes[0] if equal else (1, 1)
+    dealt = [space.equal_counts(stage.stop - stage.start, turns) for stage in division.stages]
+    counts = [dealt[rank][turn] for turn in range(turns) for rank in range(pp)]
+    words = [
+        _again(way.recompute, -(-stage.again // turns), count)
+        for stage, way, count in zip(division.stages * turns, chosen * turns, counts, strict=True)
+    ]
+    cut = {(way.sequence_parallel, way.cuts) for way in chosen if way.tp > 1}
+    alike = len(cut) == 1
+    sp, cuts = cut.pop() if alike else (False, Cuts())
+    word, again = _usual(words)
+    shared = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        ep=chosen[0].ep if len({way.ep for way in chosen}) == 1 else 1,
+        zero=_usual([way.zero for way in chosen if way.dp > 1] or [0]),
+        sequence_parallel=sp,
+        cuts=cuts,
+        microbatch_size=rows // dp,
+        num_microbatches=problem.num_microbatches,
+        schedule="1f1b" if turns == 1 else "interleaved_1f1b",
+        stages_per_rank=turns,
+        recompute=word,
+        recompute_layers=again,
+        layers=tuple(counts) if len({*counts}) > 1 else (),
+        meshes=() if equal else meshes,
+    )
+    own = tuple(
+        Way(
+            zero=way.zero if way.dp > 1 and way.zero != shared.zero else None,
+            ep=way.ep if way.ep != shared.ep else None,
+            cuts=way.placed if not alike and way.placed != Cuts() else None,
+            recompute=of[0] if of != (word, again) else None,
+            recompute_layers=of[1] if of != (word, again) else None,
+        )
+        for way, of in zip(chosen * turns, words, strict=True)
+    )
+    return msgspec.structs.replace(shared, ways=own) if any(way.given for way in own) else shared
+
+
+def _again(word: Recompute, again: int, count: int) -> tuple[Recompute, int | None]:
+    """Return the fields of a stage with ``count`` layers, some computed again."""
+    return (word, None if again >= count else again) if again else ("none", None)
+
+
+def _usual(values: Sequence[T]) -> T:
+    return Counter(values).most_common(1)[0][0]
