@@ -313,6 +313,11 @@ def test_prices_that_were_not_measured_are_not_numbers():
     assert "No block was measured" in html.page(Contents(None, bare, (), ()))
 
 
+def test_an_interval_from_nothing_on_has_no_unit_of_its_own():
+    assert table.interval(0.0, 3.44) == "0 – 3.44 s"
+    assert table.interval(0.868, 2.69) == "868 ms – 2.69 s"
+
+
 def test_a_machine_without_a_specification_has_rates_alone():
     info = msgspec.structs.replace(known.info(), cluster=known.CPUS, world_size=2)
     copy = Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)
