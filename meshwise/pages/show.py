@@ -213,7 +213,7 @@ def price(found: Sequence[Any]) -> Table:
         ("to", "high_s", format_seconds),
         ("tier", "tier"),
         ("rests on", "rests_on"),
-        legend=("from: time / (1 + error), to: time x (1 + error); of a fit, 9 of 10 points that it "
+        legend=("from: time / (1 + error), to: time x (1 + error); of a fit, 9 of 10 points it "
                 "left out are within.",
                 *(note for one in found for note in one.notes)),
         left=2,
