@@ -132,9 +132,9 @@ def costs(prices: Costs) -> list[Table]:
         legend=(
             "Errors are |predicted/measured - 1| of every second point, predicted by the others; "
             "– if there are too few. Laws are corrected to pass through the measured points. "
-            "smallest: the time of the smallest size; beyond: the rate at which "
-            "times rise beyond the largest. A collective's name says how many ranks are in each "
-            "tier of links; its bytes are nccl-tests' size.",
+            "smallest: the time of the smallest size; beyond: the rate at which times rise beyond "
+            "the largest. A collective's name says how many ranks are in each tier of links, and "
+            "list where torch copies from or to a list of tensors; its bytes are nccl-tests' size.",
             *_left_out(prices.curves, name),
         ),
         left=2,
@@ -276,7 +276,7 @@ def warnings(notes: Sequence[str]) -> list[Table]:
             if key not in farthest or factor > farthest[key][0]:
                 farthest[key] = factor, note
     rows = tuple((note,) for _, note in farthest.values())
-    more = "measure more: meshwise measure profile --resume, with the options of the run"
+    more = "measure more: meshwise measure profile; --resume with the same options goes on with one"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
     return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
 

@@ -291,7 +291,7 @@ def test_warnings_keep_the_farthest_size_of_each_price():
     assert shown.rows == ((f"a/4: 12.0 {beyond}",), ("other",), (f"b/2: 6.5 {beyond}",))
     assert tables.warnings(()) == []
     text = page("only a plan")
-    assert text.count("Warnings") == 1 and "measure profile --resume" in text
+    assert text.count("Warnings") == 1 and "measure profile; --resume" in text
 
 
 def test_layouts_that_all_fit_and_layouts_that_are_the_same():
