@@ -226,9 +226,8 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
 def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -> str:
     if tier == "datasheet" or price is None:
         return "the cluster's data sheet"
-    few = len(price.runs) < 3
-    named = price.runs if few else (price.runs[0], f"{len(price.runs) - 1} more runs")
-    runs = f", of {', '.join(named)}"
+    many = len(price.runs) > 2  # which of them measured it is not kept
+    runs = f", of {f'{len(price.runs)} runs' if many else ', '.join(price.runs)}"
     if isinstance(price, Surface):
         shapes = f"{len(price.shapes)} measured shapes"
         return f"{'its measured time' if tier == 'measured' else shapes}{runs}"

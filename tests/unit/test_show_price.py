@@ -38,7 +38,7 @@ def test_logs_of_others_become_prices_and_a_plan(capsys):
     assert code == 0 and found["tier"] == "transferred"  # torch's own calls were not measured
     assert found["time_s"] == pytest.approx(582e-6, rel=0.01)  # the log's
     assert found["rests_on"].startswith("a similar operation: cubic at 64.0 MiB and ")
-    assert found["rests_on"].endswith(", 5 more runs")
+    assert found["rests_on"].endswith(", of 6 runs")
     assert found["low_s"] < 0.8 * found["time_s"] < 1.2 * found["time_s"] < found["high_s"]
     assert "nccl stands in" in " ".join(found["notes"])
     plan = meshwise.plan("gpt-2.6b", gpus=8, costs="costs.json")
