@@ -167,9 +167,12 @@ def _groups(info: RunInfo, timed: list[_Timed], runs: tuple[str, ...]) -> list[_
             points.setdefault(at, []).append(each.time_s)
             timings[at] += each.timings
         key, first = same[0]
-        repeated = [times_s for _, each in same if len(times_s := each.sample.times_s) > 1]
-        intervals = map(median_interval, repeated)
-        halves = [(high - low) / 2 / middle for middle, low, high in intervals]
+        repeated = [each for _, each in same if len(each.sample.times_s) > 1]
+        intervals = [(each.time_s, *median_interval(each.sample.times_s)) for each in repeated]
+        halves = [
+            max((high - low) / 2 / middle, abs(mean / middle - 1))
+            for mean, middle, low, high in intervals
+        ]
         about = {
             **how(first.sample.case)._asdict(),
             "like": first.sample.case.op,

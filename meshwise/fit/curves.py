@@ -9,8 +9,9 @@ another is better by a seventh.
 
 Beyond the last knot times rise as between the last three. Where times do not yet rise in
 proportion to bytes, that slope is too steep as a rule: if the data sheet has a slope, both bound
-the interval, and their geometric mean is used. The error is tested on shorter curves that end where
-times were about as proportional.
+the interval, and their geometric mean is used. Where times do not rise at all and no data sheet
+tells, larger messages are sent at the last knot's rate. The error is tested on shorter curves that
+end where times were about as proportional.
 """
 
 from collections.abc import Callable, Sequence
@@ -195,6 +196,8 @@ def _end(x: Floats, t: Floats, sheet: float, error: float) -> tuple[float, float
     """Return the seconds a byte beyond the last knot, with the least and the most that they may be.
     ``sheet``: those of the data sheet, 0 if unknown, and their relative ``error``."""
     measured = _slope(x, t)
+    if not (measured or sheet):
+        measured = float(t[-1] / x[-1])
     if _proportional(x, t) >= PROPORTIONAL or not sheet:
         return measured, measured, measured
     steep = max(measured, sheet)

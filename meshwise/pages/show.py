@@ -213,7 +213,8 @@ def price(found: Sequence[Any]) -> Table:
         ("to", "high_s", format_seconds),
         ("tier", "tier"),
         ("rests on", "rests_on"),
-        legend=("from, to: time / and x (1 + error); of a fitted price 9 of 10 points are within.",
+        legend=("from: time / (1 + error), to: time x (1 + error); of a fit, 9 of 10 points it "
+                "left out are within.",
                 *(note for one in found for note in one.notes)),
         left=2,
     )  # fmt: skip

@@ -100,12 +100,13 @@ def flops(per_s: float | None) -> str:
 
 
 def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
-    """Show ``1.20 – 1.31 ms``: the unit once if both ends share it, one value if they agree."""
+    """Show ``1.20 – 1.31 ms``: the unit once if both ends share it, one value if they agree, and
+    ``0 – 1.31 ms`` from nothing on."""
     first, last = show(low), show(high)
     if first == last:
         return last
     (number, unit), (_, last_unit) = first.split(), last.split()
-    return f"{number if unit == last_unit else first} – {last}"
+    return f"{number if unit == last_unit else first if low else 0} – {last}"
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:

@@ -124,17 +124,18 @@ def costs(prices: Costs) -> list[Table]:
         "Time against bytes",
         prices.curves,
         ("price", name),
-        ("law", lambda curve: curve.law.replace("_", "-")),
+        ("law", "law"),
         ("points", lambda curve: len(curve.x_bytes)),
         ("measured sizes", lambda curve: span(curve.x_bytes, format_bytes)),
         ("smallest", lambda curve: curve.time_s[0], format_seconds),
         ("beyond", lambda c: c.end_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")),
         *_errors(lambda curve: curve.held_out),
         legend=(
-            "Errors are |predicted/measured - 1| of every second point, predicted by the others. "
-            "Laws are corrected to pass through the measured points; beyond: the rate at which "
-            "times rise beyond the largest. A collective's name says how many ranks are in each "
-            "tier of links; its bytes are nccl-tests' size.",
+            "Errors are |predicted/measured - 1| of every second point, predicted by the others; "
+            "– if there are too few. Laws are corrected to pass through the measured points. "
+            "smallest: the time of the smallest size; beyond: the rate at which times rise beyond "
+            "the largest. A collective's name says how many ranks are in each tier of links, and "
+            "list where torch copies from or to a list of tensors; its bytes are nccl-tests' size.",
             *_left_out(prices.curves, name),
         ),
         left=2,
@@ -276,7 +277,7 @@ def warnings(notes: Sequence[str]) -> list[Table]:
             if key not in farthest or factor > farthest[key][0]:
                 farthest[key] = factor, note
     rows = tuple((note,) for _, note in farthest.values())
-    more = "measure more: meshwise measure profile --resume, with the options of the run"
+    more = "measure more: meshwise measure profile; --resume with the same options goes on with one"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
     return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
 

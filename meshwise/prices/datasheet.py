@@ -228,7 +228,7 @@ class Datasheet:
 
     def _collective_s(self, op: Collective) -> tuple[float, float]:
         if self.cluster.device.kind != "cuda":
-            raise ValueError("a data sheet has no rate of collectives of CPU ranks")
+            raise ValueError("no data sheet has rates between CPU ranks")
         n, (inside, hosts) = op.group_size, self._hosts(op)
         if hosts == 1:
             tier = self.cluster.tier_of(n, op.group_stride)

@@ -60,10 +60,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.label import label
 
-MEASURE = (
-    "measure it: meshwise measure profile --resume with the options of the run, then "
-    "meshwise calibrate"
-)
+MEASURE = "measure it: meshwise measure profile [--resume], then meshwise calibrate"
 AS_COPIES = "element-wise work that was not measured itself is priced as copies of as many bytes"
 MOST_BEYOND = 256  # times the largest measured size
 UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
@@ -443,7 +440,11 @@ class Prices:
 
 
 def _lacks(op: Op) -> str:
-    return f"what lacks is the case {label(Case(op=op))}, or one near it"
+    lacking = f"what lacks is the case {label(Case(op=op))}, or one near"
+    if not isinstance(op, Collective):
+        return lacking
+    kind = op.kind.removesuffix("_v")  # of even splits, which stands in
+    return f"{lacking}: measure collectives {kind} --nproc {op.group_size}"
 
 
 def _elsewhere(price: Fitted) -> str:

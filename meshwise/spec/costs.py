@@ -37,8 +37,9 @@ class Price(Record, kw_only=True):
     """The price of some work: how the work ran, and the measurement runs it comes from.
 
     ``like``: one of the operations that share the price; ``prices.key`` says how others may differ.
-    ``noise``: of a typical sample, half the median's interval over the median; of single timings,
-    which have none, the median error of points left out (100 % if none could be).
+    ``noise``: of a typical sample, half the median's interval over the median, or |mean/median - 1|
+    if that is more; of single timings, which have none, the median error of points left out (100 %
+    if none could be).
     ``transferred_from``: the device that was measured instead (``fit.transfer``), if one was.
     """
 

@@ -67,6 +67,12 @@ def _chosen(run: Path | str | tuple[Path | str, ...], runs: Path | str) -> list[
     """Return the runs that were named, or the newest profile with samples."""
     if chosen := [Path(path) for path in files.several(run)]:
         return chosen
+    imported = store.runs_of(runs, "measure-import")
+    if imported and not store.runs_of(runs, "measure-profile"):
+        raise ValueError(
+            f"no measure profile run under {runs}; for prices of imported logs name their runs: "
+            f"meshwise calibrate {runs}/*-measure-import-*"
+        )
     newest = store.newest(runs, "measure-profile")
     begun = [path for path in store.runs_of(runs, "measure-profile") if store.load(path)[1]]
     chosen = [begun[-1] if begun else newest]

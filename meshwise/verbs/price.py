@@ -114,6 +114,8 @@ def _extents(asked: PriceOptions, names: str) -> list[int]:
     if asked.shape and asked.size:
         raise ValueError(f"shape = {asked.shape!r}: {asked.size} says it already; give one of them")
     words = (asked.shape or asked.size or "").split(",")
+    if not any(words):
+        raise ValueError(f"shape: {asked.what} needs one, as {names}")
     if len(words) != names.count(",") + 1 or not all(re.fullmatch("[0-9]+", w) for w in words):
         raise ValueError(f"shape = {asked.shape or asked.size!r}: must be {names}, whole numbers")
     return list(map(int, words))
@@ -201,12 +203,14 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
         error = math.hypot(*errors.values()) / time_s
         rests_on = f"{len(parts)} operations"
         if key.category in prices.known:
-            rests_on += f" x {factor:.3f}, measured over added up"
+            rests_on += f" added up, x {factor:.3f}: a measured layer over such a sum"
         tier = prices.tier
     else:
         found = prices.estimate(op, run)
         time_s, error, tier = found.time_s, found.error, found.source
-        rests_on = _rests_on(prices.known.get(key.category), op, tier)
+        rests_on = _rests_on(prices.fitted(op, run), op, tier)
+        if key.category not in prices.known and tier != "datasheet":
+            rests_on = f"a similar operation: {rests_on}"
     return Priced(
         op=op,
         name=key.name,
@@ -221,10 +225,12 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
 
 def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -> str:
     if tier == "datasheet" or price is None:
-        return {"datasheet": "the cluster's data sheet"}.get(tier, "a similar operation's price")
-    runs = f", of {', '.join(price.runs)}"
+        return "the cluster's data sheet"
+    many = len(price.runs) > 2  # which of them measured it is not kept
+    runs = f", of {f'{len(price.runs)} runs' if many else ', '.join(price.runs)}"
     if isinstance(price, Surface):
-        return f"{len(price.shapes)} measured shapes{runs}"
+        shapes = f"{len(price.shapes)} measured shapes"
+        return f"{'its measured time' if tier == 'measured' else shapes}{runs}"
     if not isinstance(price, Curve) or not isinstance(op, Sized):
         return f"measured layers{runs}"
     x = even_bytes(op) if isinstance(op, Collective) else op.bytes
@@ -233,4 +239,4 @@ def _rests_on(price: Curve | Surface | Factor | None, op: Op, tier: PriceTier) -
     near = [size for size in price.x_bytes if size <= x][-1:] + [
         size for size in price.x_bytes if size > x
     ][:1]
-    return f"{price.law.replace('_', '-')} at {' and '.join(map(format_bytes, near))}{runs}"
+    return f"{price.law} at {' and '.join(map(format_bytes, near))}{runs}"

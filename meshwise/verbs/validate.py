@@ -111,7 +111,7 @@ class _Pool:
             return kept, True
         others = [one for one in self.profiles if one.info.run_id != info.run_id]
         if not (alike := [one for one in others if _fits(info, one.info.cluster)]):
-            lacking = f" ({', '.join(names)} is not here)" if names else ""
+            lacking = f" ({', '.join(names)} is not here)" if names else " but its own"
             raise ValueError(f"no prices for {info.cluster.name}{lacking}; name some with --costs")
         last = _kind(alike[-1])
         return self._fit([one.path for one in alike if _kind(one) == last]), False

@@ -187,6 +187,14 @@ def test_a_single_timing_has_the_scatter_of_its_curve_as_noise():
     assert repeated.noise == pytest.approx(0.01)
 
 
+def test_a_mean_that_a_few_long_times_pull_up_is_as_unsure_as_it_is_far_from_the_median():
+    """Two programs share the cores: most calls take 1 ms, one in five takes 4."""
+    costs = fitted([sample(PRODUCTS[0], [1e-3] * 80 + [4e-3] * 20)])
+    found = Prices(costs).estimate(PRODUCTS[0])
+    assert found.time_s == pytest.approx(1.6e-3)
+    assert found.time_s / (1 + found.error) == pytest.approx(1e-3)
+
+
 def test_two_prices_of_one_category_are_refused_by_name():
     costs = fitted(GATHERS)
     (one,) = costs.curves

@@ -144,6 +144,7 @@ class TestGroups:
         [
             ({"groups": 3}, "groups = 3: must divide the 4 ranks"),
             ({"groups": 0}, "groups = 0: must divide the 4 ranks"),
+            ({"groups": 4}, "groups = 4: would leave each rank alone; it is the number of groups"),
             ({"stride": 2}, "stride = 2: must divide groups = 1; use 1, or other groups"),
             ({"groups": 4, "stride": 3}, "stride = 3: must divide groups = 4; use 1 or 2 or 4,"),
             ({"stride": 0}, "stride = 0: must be >= 1"),

@@ -234,6 +234,19 @@ def test_latency_alone_leaves_a_wide_interval_beyond():
     assert 0 < least < 0.8 * curve.end_s_per_byte < 1.3 * curve.end_s_per_byte < most
 
 
+@pytest.mark.parametrize("points", [{3072.0: 1.95e-3, 393216.0: 1.86e-3}, {393216.0: 1.86e-3}])
+def test_times_that_do_not_rise_and_no_data_sheet_leave_the_last_rate(points):
+    """Two small messages whose times are noise say nothing of a large one's: it is not free."""
+    curve = fit_curve(points, ABOUT)
+    assert times_of(curve)(2**26) == pytest.approx(1.86e-3 * 2**26 / 393216)
+
+
+def test_a_steep_sigmoid_far_below_its_middle_is_its_base():
+    parameters = (5.0, 40.0, 1e12, 1e-6, 2.0, 30.0, 1e3, 1.0, 1.0)
+    with np.errstate(over="raise"):
+        assert sigmoid_s(parameters, np.asarray([1024.0])) == pytest.approx(1024 / 10e9)
+
+
 def test_below_the_first_knot_the_interval_reaches_to_what_the_slope_allows():
     op = Elementwise(kind="copy", read_bytes=1, write_bytes=0)
     points = {2.0**i: 20e-6 + 4e-12 * 2.0**i for i in range(26, 33)}

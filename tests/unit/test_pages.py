@@ -291,7 +291,7 @@ def test_warnings_keep_the_farthest_size_of_each_price():
     assert shown.rows == ((f"a/4: 12.0 {beyond}",), ("other",), (f"b/2: 6.5 {beyond}",))
     assert tables.warnings(()) == []
     text = page("only a plan")
-    assert text.count("Warnings") == 1 and "measure profile --resume" in text
+    assert text.count("Warnings") == 1 and "measure profile; --resume" in text
 
 
 def test_layouts_that_all_fit_and_layouts_that_are_the_same():
@@ -311,6 +311,11 @@ def test_prices_that_were_not_measured_are_not_numbers():
     assert curves.rows[0][5] == "–"
     assert rendered([blocks]) == ("No block was measured; plans add operations up as they are.\n\n")
     assert "No block was measured" in html.page(Contents(None, bare, (), ()))
+
+
+def test_an_interval_from_nothing_on_has_no_unit_of_its_own():
+    assert table.interval(0.0, 3.44) == "0 – 3.44 s"
+    assert table.interval(0.868, 2.69) == "868 ms – 2.69 s"
 
 
 def test_a_machine_without_a_specification_has_rates_alone():

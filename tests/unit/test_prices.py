@@ -391,7 +391,9 @@ def test_the_layer_of_another_shape_stands_in_with_an_error_that_one_ratio_canno
 
 def test_what_was_never_measured_is_an_error_with_the_command(costs):
     with pytest.raises(
-        ValueError, match=r"no price for all_to_all 4 by nvlink; measure it: meshwise"
+        ValueError,
+        match=r"no price for all_to_all 4 by nvlink; measure it: meshwise .* or one near: "
+        "measure collectives all_to_all --nproc 4$",
     ):
         Prices(costs).estimate(Collective(kind="all_to_all", size_bytes=8, group_size=4))
     with pytest.raises(ValueError, match=r"no price for gemm fp8 nt row cold"):

@@ -29,12 +29,16 @@ def test_logs_of_others_become_prices_and_a_plan(capsys):
     from meshwise.verbs.imports import import_files
 
     run_dirs = import_files(tuple(LOGS.glob("*.log")), cluster="dgx-a100-80gb", runs="runs")
+    with pytest.raises(ValueError, match=r"name their runs: meshwise calibrate runs/\*-meas"):
+        meshwise.calibrate()
     costs = meshwise.calibrate(tuple(run_dirs))
     assert len(costs.curves) == 12 and not any(curve.noisy for curve in costs.curves)
     code, said = shown("all_reduce 64MiB --group 8 --dtype fp32 --regime pipelined --json", capsys)
     (found,) = json.loads(said.out)
     assert code == 0 and found["tier"] == "transferred"  # torch's own calls were not measured
     assert found["time_s"] == pytest.approx(582e-6, rel=0.01)  # the log's
+    assert found["rests_on"].startswith("a similar operation: cubic at 64.0 MiB and ")
+    assert found["rests_on"].endswith(", of 6 runs")
     assert found["low_s"] < 0.8 * found["time_s"] < 1.2 * found["time_s"] < found["high_s"]
     assert "nccl stands in" in " ".join(found["notes"])
     plan = meshwise.plan("gpt-2.6b", gpus=8, costs="costs.json")
@@ -66,6 +70,7 @@ def test_each_kind_of_work(capsys):
     [
         ("all_redduce 1MiB", "error: what = 'all_redduce': must be one of all_reduce"),
         ("all_reduce", "error: size: all_reduce needs one, as 64MiB"),
+        ("gemm", "error: shape: gemm needs one, as M,N,K"),
         ("gemm 4096,4096", "error: shape = '4096,4096': must be M,N,K, whole numbers"),
         ("layer", "error: model: layer needs one, as gpt-2.6b"),
         ("all_to_all_v", "error: splits: all_to_all_v needs them: --splits FILE"),

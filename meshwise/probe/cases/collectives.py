@@ -249,6 +249,9 @@ def _group(world_size: int, asked: CollectivesOptions) -> Group:
         raise ValueError(
             f"stride = {stride}: must divide groups = {groups}; use {fit}, or other groups"
         )
+    if 1 < groups == world_size:
+        fit = "the number of groups, not of the ranks in one"
+        raise ValueError(f"groups = {groups}: would leave each rank alone; it is {fit}")
     return Group(world_size // groups, stride)
 
 

@@ -88,7 +88,7 @@ def read(sections: Sequence[Section], name: str, doubts: Doubts) -> Found:
     for section in sections:
         kind, word = _kind(section, name)
         if word:
-            told = "tables do not name their collective, the file's name does"
+            told = "of the tables lacks its collective, which the file's name has"
             doubts[told].append(f"{kind} ({word})")
         tables.append(list(_rows(section, kind, doubts)))
         mean = fmean(
