@@ -41,6 +41,10 @@ def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
                 found.append(_moved(sample, *sheets))
         size = min(info.world_size, target.num_devices)
         moved.append((replace(info, cluster=target, world_size=size), found))
+    if not any(sample.status == "ok" for _, samples in runs for sample in samples):
+        raise ValueError(
+            "transfer_from: these runs hold no ok sample; name runs of measure profile"
+        )
     if not any(found for _, found in moved):
         raise ValueError(
             f"transfer_from: no operation is in both data sheets, {runs[0][0].cluster.name!r} and "

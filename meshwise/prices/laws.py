@@ -68,7 +68,8 @@ def sigmoid_s(parameters: Sequence[float], x: Floats) -> Floats:
     """
     ln_p, sats_p, max_rate, overhead_s, height, middle, steep, base, bus = parameters
     log2 = np.log2(x)
-    rate = 1e9 * 10 ** (height / (1 + np.exp(-steep * (log2 - middle))) + base)
+    with np.errstate(over="ignore"):  # far below the middle the sigmoid is 0
+        rate = 1e9 * 10 ** (height / (1 + np.exp(-steep * (log2 - middle))) + base)
     beyond = x * bus / max_rate + overhead_s
     return np.where(log2 <= ln_p, overhead_s, np.where(log2 <= sats_p, x * bus / rate, beyond))
 

@@ -125,3 +125,8 @@ def test_a_training_among_the_runs_has_no_price():
     trained = Sample(case_id=case.id, case=case, status="ok", times_s=(1.0,))
     found = transfer([(info, [*samples, trained])], TWICE)
     assert (len(found.surfaces), len(found.curves)) == (1, 0)
+
+
+def test_runs_without_a_sample_are_refused_as_such():
+    with pytest.raises(ValueError, match="these runs hold no ok sample; name runs of measure prof"):
+        transfer([run(machine("old"), {})], machine("new"))
