@@ -14,18 +14,18 @@ ROOMS = {
     "engine": 3_224,
     "fit": 1_248,
     "launch": 682,
-    "models": 4_744,
+    "models": 4_746,
     "nn": 1_362,
     "options": 1_155,
     "pages": 6_346,
     "parallel": 3_184,
-    "prices": 1_448,
+    "prices": 1_449,
     "probe": 7_012,
     "reshard": 5_094,
     "search": 3_220,
     "spec": 3_218,
     "suites": 1_003,
-    "verbs": 4_365,
+    "verbs": 4_366,
     "": 4_275,  # modules beside the rooms
 }
 
