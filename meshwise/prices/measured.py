@@ -458,9 +458,10 @@ class Prices:
 
 def _measure(op: Op) -> str:
     what = UNPROFILED.get(getattr(op, "kind", ""))
-    return (
-        f"measure it: meshwise measure {what}, then meshwise calibrate RUN..." if what else MEASURE
-    )
+    if isinstance(op, Shaped) and op.dtype == "fp8":
+        what = f"{type(op).__struct_config__.tag} --dtype fp8"
+    calibrate = "then meshwise calibrate RUN..."
+    return f"measure it: meshwise measure {what}, {calibrate}" if what else MEASURE
 
 
 def _lacks(op: Op) -> str:

@@ -78,6 +78,8 @@ def test_each_kind_of_work(capsys):
         ("copy 1MiB --dtype fp8", "error: --dtype: the price of copy does not depend on it"),
         ("layer --model gpt-2.6b --regime graph", "error: --regime: the price of layer does not"),
         ("layer --model gpt-2.6b --seq-len 0", "error: --seq-len = 0: must be >= 1"),
+        ("layer --model gpt-2.6b --dtype fp8", "error: --dtype = 'fp8': is priced and measured of"),
+        ("gemm 8,8,8 --dtype fp8", "gemm fp8 nt tensor cold; measure it: meshwise measure gemm --"),
         ("h2d 1MiB", "measure it: meshwise measure health, then"),  # no profile has it
     ],
 )
