@@ -135,6 +135,11 @@ class Sample(Record, kw_only=True):
     def check(self) -> None:
         if self.status == "ok" and not self.times_s:
             self.fail("times_s", "an ok sample must hold at least one time")
+        if self.status == "ok" and not all(self.rank_times_s):
+            self.fail("rank_times_s", "every rank must hold at least one time")
+        saved = self.metrics.get("saved_bytes", 0.0)
+        if isinstance(saved, float) and saved < 0:
+            self.fail("metrics", "saved_bytes must be >= 0")
         if self.status == "ok" and self.num_wrong:
             self.fail("metrics", "a sample with wrong elements is an error and not ok")
         for field, rows in (("times_s", (self.times_s,)), ("rank_times_s", self.rank_times_s)):

@@ -71,6 +71,8 @@ def calibrated(lines: list[str]):
         ({"times_s": [1e999]}, "times_s[0]: Infinity is not a finite number"),
         ({"rank_times_s": [[1e-5], [-1e-5]]}, "Sample.rank_times_s = ((1e-05,), (-1e-05,)): every"),
         ({"rank_times_s": [[0.0]]}, "Sample.rank_times_s = ((0.0,),): every time must be > 0"),
+        ({"rank_times_s": [[1e-5], []]}, "every rank must hold at least one time"),
+        ({"metrics": {"saved_bytes": -1.0}}, "saved_bytes must be >= 0"),
         ({"times_s": [1e-5, 1e-90]}, "1e-12 to 1e+12 s, and one is 1e-90"),
         ({"times_s": [1e90]}, "1e-12 to 1e+12 s, and one is 1e+90"),
         ({"times_s": [-1.0] * 99}, "-1. ...: every time must be > 0"),
