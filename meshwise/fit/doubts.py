@@ -48,8 +48,9 @@ def doubts(costs: Costs) -> list[str]:
                 _over_others(price, [(of, times) for of, times in laws if of is not price])
             )
             found += _off(name, ratios, OFF_OTHERS, "others of its kind")
+    prices_of = Prices(costs)
     for factor in costs.factors:
-        ratios = dict(_over_usual(factor, Prices(costs)))
+        ratios = dict(_over_usual(factor, prices_of))
         found += _off(name_of(factor, costs.cluster), ratios, OFF_SHEET, "its operations say")
     return found
 
