@@ -114,7 +114,7 @@ def cluster_digest(cluster: Cluster) -> str:
 
 
 def _has_price(op: object) -> bool:
-    nothing_moves = isinstance(op, Collective) and op.bytes == 0
+    nothing_moves = isinstance(op, Sized) and op.bytes == 0
     return isinstance(op, Shaped | Sized | Block) and not nothing_moves
 
 

@@ -3,16 +3,19 @@
 constant    every size took the same time
 untested    too few sizes to leave one out, so the interval is 100 %
 units       100 times as long as the data sheet says, or as short; without a data sheet 300 times
-            what the other curves of its kind say: milliseconds for microseconds, as a rule
+            what the other curves of its kind say; a layer 100 times what its operations say:
+            milliseconds for microseconds, as a rule
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from meshwise.fit.factors import usual_host_s
 from meshwise.fit.sheet import over_measured, points
-from meshwise.prices import Datasheet, name_of, times_of
+from meshwise.prices import Datasheet, Prices, name_of, times_of
 from meshwise.prices.laws import KnotTimes
-from meshwise.spec import Costs, Curve, Surface
+from meshwise.spec import Costs, Curve, Factor, Surface
 from meshwise.spec.label import label
 from meshwise.spec.run import Case
 from meshwise.units import format_seconds
@@ -21,15 +24,15 @@ OFF_SHEET, OFF_OTHERS = 100.0, 300.0  # factors
 
 
 def doubts(costs: Costs) -> list[str]:
-    """Return the doubts about curves and surfaces, by the name of each."""
+    """Return the doubts about prices, by the name of each."""
     prices: list[Curve | Surface] = [*costs.curves, *costs.surfaces]
     named = [(name_of(price, costs.cluster), price) for price in prices]
     curves = [(name, price) for name, price in named if isinstance(price, Curve)]
     few = [f"{name} ({len(of.x_bytes)})" for name, of in curves if not of.held_out.num_points]
     found = [
-        f"{name}: constant, all {len(of.x_bytes)} sizes took {format_seconds(of.time_s[0])}"
-        for name, of in curves
-        if len(of.x_bytes) > 2 and max(of.time_s) == min(of.time_s)
+        f"{name}: constant, all {len(of.time_s)} sizes took {format_seconds(of.time_s[0])}"
+        for name, of in named
+        if len(of.time_s) > 2 and math.isclose(max(of.time_s), min(of.time_s))
     ]
     if few:
         found.append(f"too few sizes to test, so the interval is 100 %: {', '.join(few)}")
@@ -45,7 +48,19 @@ def doubts(costs: Costs) -> list[str]:
                 _over_others(price, [(of, times) for of, times in laws if of is not price])
             )
             found += _off(name, ratios, OFF_OTHERS, "others of its kind")
+    prices_of = Prices(costs)
+    for factor in costs.factors:
+        ratios = dict(_over_usual(factor, prices_of))
+        found += _off(name_of(factor, costs.cluster), ratios, OFF_SHEET, "its operations say")
     return found
+
+
+def _over_usual(factor: Factor, prices: Prices) -> Iterator[tuple[str, float]]:
+    """Yield each size with the larger of two: its ratio, and its host's seconds over usual ones."""
+    usual_s = usual_host_s(factor.like, prices)
+    sizes = zip(factor.activation_elements, factor.host_s, factor.ratio, strict=True)
+    for elements, host_s, ratio in sizes:
+        yield f"{elements:g} elements", max(ratio, host_s / usual_s if usual_s else 0.0)
 
 
 def _off(name: str, ratios: dict[str, float], limit: float, than: str) -> Iterator[str]:

@@ -78,14 +78,15 @@ def fit_factors(
     for at in sorted(range(len(kept)), key=lambda at: kept[at][1]["like"].layout.num_devices):
         about = kept[at][1]
         alike = _alike(about["like"])
-        usual = _Usual(_usual_host_s(about["like"], prices), known.get(alike))
+        usual = _Usual(usual_host_s(about["like"], prices), known.get(alike))
         limits = _limits(sizes[at], usual)
         known.setdefault(alike, limits.ratio)
         found[at] = _factor(sizes[at], usual, limits, about)
     return tuple(filter(None, found))
 
 
-def _usual_host_s(block: Block, prices: Prices) -> float:
+def usual_host_s(block: Block, prices: Prices) -> float:
+    """Return the seconds that hosts usually take to launch a block."""
     return prices.host_s(
         block, block_tasks(block, device_of(prices.costs.cluster, prices.costs.lowering))
     )

@@ -4,9 +4,10 @@ Each measured time is multiplied by what the two data sheets say of the operatio
 
     time there = time here x (data sheet's time there / data sheet's time here)
 
-so that work reaches as much of one machine's data sheet as of the other's. A block is multiplied by
-the ratio of the sums over its operations. How work and collectives slow each other down is taken
-over. Operations that one of the data sheets cannot price are left out.
+so that work reaches as much of one machine's data sheet as of the other's. A block's factor is
+taken over: its ratio of the sum of its operations, and the host's time, which a faster device does
+not shorten. So is how work and collectives slow each other down. Operations that one of the data
+sheets cannot price are left out.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshwise.fit.calibrate import calibrate, cluster_digest
-from meshwise.models import block_ops, device_of
 from meshwise.prices.datasheet import Datasheet
 from meshwise.prices.key import Category, how, op_key
-from meshwise.spec import Block, Cluster, Costs, Op, Overlap, RunInfo, Sample, Shaped, Sized
+from meshwise.spec import Cluster, Costs, Op, Overlap, RunInfo, Sample, Shaped, Sized
 from meshwise.spec.costs import LawName
 
 Runs = Sequence[tuple[RunInfo, Sequence[Sample]]]
@@ -35,18 +35,24 @@ def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
     for info, samples in runs:
         found = list[Sample]()
         for sample in samples:
-            if not isinstance(sample.case.op, Shaped | Sized | Block | Overlap):
-                continue  # as of a training
+            if not isinstance(sample.case.op, Shaped | Sized | Overlap):
+                continue  # as of a training, or a block
             with suppress(ValueError):
                 found.append(_moved(sample, *sheets))
         size = min(info.world_size, target.num_devices)
         moved.append((replace(info, cluster=target, world_size=size), found))
+    if not any(sample.status == "ok" for _, samples in runs for sample in samples):
+        raise ValueError(
+            "transfer_from: these runs hold no ok sample; name runs of measure profile"
+        )
     if not any(found for _, found in moved):
         raise ValueError(
             f"transfer_from: no operation is in both data sheets, {runs[0][0].cluster.name!r} and "
             f"{target.name!r}; give device.peak_flops and peak_memory_bytes_per_s of both"
         )
     costs, source = calibrate(moved, law), runs[0][0].cluster.device.name
+    here = calibrate([(info, [*samples]) for info, samples in runs], law)
+    costs = replace(costs, factors=here.factors, lowering=here.lowering)
     named = {
         kind: tuple(replace(price, transferred_from=source) for price in getattr(costs, kind))
         for kind in KINDS
@@ -80,8 +86,5 @@ def _moved(sample: Sample, here: Datasheet, there: Datasheet) -> Sample:
 
 
 def _time_s(op: Op, sample: Sample, sheet: Datasheet) -> float:
-    if isinstance(op, Block):
-        device = device_of(sheet.cluster, sample.case.lowering)
-        return sum(sheet.time_s(part)[0] for part in block_ops(op, device))
     op_key(op, how(sample.case), sheet.cluster)  # raises for a group that the cluster cannot have
     return sheet.time_s(op)[0]

@@ -74,6 +74,8 @@ def graph(
     (``families.forward``). ``recompute``: one word per layer; () recomputes nothing. ``device``:
     the device whose eager kernels run.
     """
+    if dtype == "fp8":
+        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
     if isinstance(model, Decoder):
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)

@@ -39,7 +39,7 @@ class PriceOptions(Options):
     "Whose layer or FSDP unit."
     microbatch_size: Annotated[int, Range(1, 2**20)] = 1
     "Sequences of a layer's microbatch."
-    seq_len: Annotated[int, Range(1, 2**30)] | None = None
+    seq_len: Annotated[int | None, Range(1, 2**30)] = None
     "Of a layer; by default the model's largest."
     tp: Annotated[int, Range(1, 2**10)] = 1
     "Ranks that share a layer."

@@ -15,8 +15,10 @@ from meshwise.spec import (
     Cluster,
     Costs,
     Curve,
+    Factor,
     HeldOut,
     Plan,
+    Surface,
     WideResNet,
     Workload,
 )
@@ -102,13 +104,16 @@ def cluster(described: Cluster) -> list[Table]:
 
 
 def _left_out(curves: Sequence[Curve], name: Callable[[Curve], str]) -> list[str]:
-    """Name the points that curves leave out, and the curves that are too noisy."""
-    found = [
+    """Name the points that curves leave out."""
+    return [
         f"{name(curve)}: {format_bytes(point.x_bytes)} is no knot, {point.reason}."
         for curve in curves
         for point in curve.no_knots
     ]
-    return found + [f"{name(curve)}: {TOO_NOISY}." for curve in curves if curve.noisy]
+
+
+def _too_noisy(prices: Sequence[Curve | Surface | Factor], name: Callable[[Any], str]) -> list[str]:
+    return [f"{name(price)}: {TOO_NOISY}." for price in prices if price.held_out.noisy]
 
 
 def costs(prices: Costs) -> list[Table]:
@@ -137,6 +142,7 @@ def costs(prices: Costs) -> list[Table]:
             "the largest. A collective's name says how many ranks are in each tier of links, and "
             "list where torch copies from or to a list of tensors; its bytes are nccl-tests' size.",
             *_left_out(prices.curves, name),
+            *_too_noisy(prices.curves, name),
         ),
         left=2,
     )
@@ -152,6 +158,7 @@ def costs(prices: Costs) -> list[Table]:
             "A shape that was not measured takes the utilisation of its nearest neighbours.",
             *(f"{name(one)}: left out: {', '.join(one.no_shapes)}" for one in prices.surfaces
               if one.no_shapes),
+            *_too_noisy(prices.surfaces, name),
         ),
     )  # fmt: skip
     factors = listed(
@@ -162,7 +169,10 @@ def costs(prices: Costs) -> list[Table]:
         ("time ratio", lambda factor: span(factor.ratio, "{:.2f}".format)),
         ("saved bytes ratio", lambda factor: span(factor.saved_ratio, "{:.2f}".format)),
         *_errors(lambda factor: factor.held_out),
-        legend=("The ratio corrects every plan that holds the block.",),
+        legend=(
+            "The ratio corrects every plan that holds the block.",
+            *_too_noisy(prices.factors, name),
+        ),
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
     found = filled(curves, surfaces, _by_data_sheet(prices))

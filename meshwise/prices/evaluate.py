@@ -10,7 +10,7 @@ import numpy as np
 from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.spec import Curve, HeldOut, PriceTier, Shaped, Surface
 
-TOO_NOISY = "its curve is too noisy to plan with: half of the points left out were over 50 % off"
+TOO_NOISY = "too noisy to plan with: half of the points left out were over 50 % off"
 NEIGHBOURS = 4
 SHARP = 4  # where two limits are equal, work takes 19 % longer than either
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
@@ -56,11 +56,11 @@ def times_of(curve: Curve) -> KnotTimes:
 
 def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
     first, last = curve.x_bytes[0], curve.x_bytes[-1]
-    note = f"{name}: {TOO_NOISY}" if curve.noisy else ""
+    note = f"{name}: {TOO_NOISY}" if curve.held_out.noisy else ""
     if x in curve.x_bytes and curve.law != "sigmoid":
         return Estimate(curve.time_s[curve.x_bytes.index(x)], curve.noise, "measured", note)
     time_s, error = float(times(x)), untested_as_unknown(curve.held_out)
-    if first < x <= last:
+    if first <= x <= last:  # the first only by the sigmoid
         return Estimate(time_s, error, "interpolated", note)
     if x < first:  # at best in proportion to bytes, as the first two knots tell
         said = f"{name}: {first / x:.1f} x below the smallest measured size"
@@ -96,11 +96,12 @@ def both_notes(note: str, more: str) -> str:
 def slower_s(one_s: Any, other_s: Any) -> Any:
     """Return the seconds of work that has two limits, such as the host's launches and the device:
     the longer of the two, and up to 19 % more where they are near."""
-    return (one_s**SHARP + other_s**SHARP) ** (1 / SHARP)
+    longer_s = np.maximum(one_s, other_s)  # scales both: powers of them overflow, or are 0
+    return longer_s * ((one_s / longer_s) ** SHARP + (other_s / longer_s) ** SHARP) ** (1 / SHARP)
 
 
 def other_s(time_s: Floats, one_s: Floats) -> Floats:
     """Return the other limit of work that takes ``time_s`` with ``one_s``, as in ``slower_s``; 0 if
     it takes less."""
-    left: Floats = np.maximum(time_s**SHARP - one_s**SHARP, 0.0) ** (1 / SHARP)
-    return left
+    left: Floats = np.maximum(1 - (one_s / time_s) ** SHARP, 0.0) ** (1 / SHARP)
+    return time_s * left

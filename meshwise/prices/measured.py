@@ -29,6 +29,7 @@ from meshwise.prices.datasheet import Beside, Datasheet, attainable
 from meshwise.prices.evaluate import (
     FAR,
     SHARP,
+    TOO_NOISY,
     Estimate,
     both_notes,
     from_curve,
@@ -62,6 +63,10 @@ from meshwise.spec.label import label
 
 MEASURE = "measure it: meshwise measure profile [--resume], then meshwise calibrate"
 AS_COPIES = "element-wise work that was not measured itself is priced as copies of as many bytes"
+UNPROFILED = {  # and what measures it
+    **dict.fromkeys(("h2d", "d2h"), "health"),
+    **{kind: f"collectives {kind}" for kind in ("reduce", "gather", "scatter")},
+}
 MOST_BEYOND = 256  # times the largest measured size
 UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
 
@@ -166,7 +171,7 @@ class Prices:
     def _estimate(self, op: Op, run: How | None) -> Estimate:
         if not isinstance(op, Shaped | Sized):
             raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
-        if isinstance(op, Collective) and op.bytes == 0:
+        if isinstance(op, Sized) and op.bytes == 0:
             return Estimate(0.0, 0.0, "measured")  # nothing to move
         key = self._key(op, run)
         price = self.known.get(key.category)
@@ -192,15 +197,15 @@ class Prices:
         """Price by the data sheet, or raise a ValueError: the price is missing."""
         name = key.name
         if self.datasheet is None:
-            raise ValueError(f"no price for {name}; {MEASURE}; {_lacks(op)}")
+            raise ValueError(f"no price for {name}; {_measure(op)}; {_lacks(op)}")
         try:
             time_s, error = self.datasheet.time_s(op)
         except ValueError as lacking:
-            said = f"no price for {name}; {MEASURE} ({lacking}); {_lacks(op)}"
+            said = f"no price for {name}; {_measure(op)} ({lacking}); {_lacks(op)}"
             raise ValueError(said) from None
         note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
         if isinstance(op, Collective) and (near := self._of_other_ranks(key.category)):
-            time_s = slower_s(min(near.time_s), time_s)
+            time_s = float(slower_s(min(near.time_s), time_s))
             note += f", and the least time of {name_of(near, self.costs.cluster)}"
             note += ", unsure below 64 MiB" if op.size_bytes < UNSURE_BYTES else ""
         return Estimate(time_s, error, "datasheet", note)
@@ -220,14 +225,17 @@ class Prices:
                     found.append((abs(math.log(count / others)), price))
         return min(found, key=lambda each: each[0])[1] if found else None
 
-    def _too_far(self, op: Collective, where: str) -> Estimate:
-        """Price a message too far beyond all knots by the data sheet, or raise a ValueError."""
+    def _too_far(self, op: Collective, where: str, least_s: float) -> Estimate:
+        """Price a message too far beyond all knots by the data sheet, at ``least_s`` or more, or
+        raise a ValueError."""
         where += " the largest measured size"
         if self.datasheet is not None:
             with contextlib.suppress(ValueError):
                 time_s, error = self.datasheet.time_s(op)
-                return Estimate(time_s, error, "datasheet", f"{where}: its data sheet's price")
-        raise ValueError(f"{where}, and a price holds for {MOST_BEYOND} x; {MEASURE}; {_lacks(op)}")
+                note = f"{where}: its data sheet's price"
+                return Estimate(max(time_s, least_s), error, "datasheet", note)
+        held = f"{where}, and a price holds for {MOST_BEYOND} x"
+        raise ValueError(f"{held}; {_measure(op)}; {_lacks(op)}")
 
     def fitted(self, op: Op, run: How | None = None) -> Fitted | None:
         """Return the fitted price that an operation has: its own category's, or a stand-in's."""
@@ -283,7 +291,9 @@ class Prices:
         if isinstance(price, Curve):
             (x,) = key.coordinates.values()
             if isinstance(op, Collective) and x > MOST_BEYOND * price.x_bytes[-1]:
-                return self._too_far(op, f"{key.name}: {x / price.x_bytes[-1]:.0f} x beyond")
+                least_s = float(self._times[id(price)](MOST_BEYOND * price.x_bytes[-1]))
+                said = f"{key.name}: {x / price.x_bytes[-1]:.0f} x beyond"
+                return self._too_far(op, said, least_s)
             return from_curve(price, self._times[id(price)], key.name, float(x))
         assert isinstance(price, Surface) and isinstance(op, Shaped), price
         dims = tuple(size(op, dim) for dim in price.dims)
@@ -294,12 +304,14 @@ class Prices:
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
         shapes, log_utilisation = self._log_utilisation(surface)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
-        error, note = untested_as_unknown(surface.held_out), ""
+        error = untested_as_unknown(surface.held_out)
+        note = f"{name}: {TOO_NOISY}" if surface.held_out.noisy else ""
         apart = np.abs(np.log(shapes) - np.log(dims))
         nearest = math.exp(float(apart.max(axis=1).min()))
         if nearest > FAR:
             shape = "x".join(map(str, dims))
-            note = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
+            far = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
+            note = both_notes(note, far)
             error *= 1 + math.log(nearest, FAR)
         outside = bool(np.any((dims > shapes.max(0)) | (dims < shapes.min(0))))
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
@@ -385,7 +397,7 @@ class Prices:
         host_s = self.host_s(block, tasks)
         if self.datasheet is not None and self.nothing_measured:
             ratio = 1.0 if isinstance(block.model, WideResNet) else self.datasheet.known.block.ratio
-            return slower_s(host_s, ratio * composed_s) / composed_s, None
+            return float(slower_s(host_s, ratio * composed_s)) / composed_s, None
         key = self._key(block)
         found, held_out = self.known.get(key.category), None
         is_own = found is not None
@@ -402,11 +414,13 @@ class Prices:
         else:
             self._note(f"no {block.part} was measured; operations are added up as they are")
             untried = UNTRIED if host_s else None
-            return slower_s(host_s, composed_s) / composed_s, untried
+            return float(slower_s(host_s, composed_s)) / composed_s, untried
         assert isinstance(found, Factor)
+        if found.held_out.noisy:
+            self._note(f"{name_of(found, self.costs.cluster)}: {TOO_NOISY}")
         ratio = _at_size(found, found.ratio, block)
         host_s, device_s = _at_size(found, found.host_s, block), ratio * composed_s
-        time_s = slower_s(host_s, device_s)
+        time_s = float(slower_s(host_s, device_s))
         share = (host_s / time_s) ** SHARP  # of the host
         of_host = max(found.host_error, 0.0 if is_own else APART["host"])
         error = math.hypot(share * of_host, (1 - share) * found.ratio_error)
@@ -437,6 +451,14 @@ class Prices:
         if not isinstance(found, Factor) or not found.saved_ratio:
             return None
         return _at_size(found, found.saved_ratio, block)
+
+
+def _measure(op: Op) -> str:
+    what = UNPROFILED.get(getattr(op, "kind", ""))
+    if isinstance(op, Shaped) and op.dtype == "fp8":
+        what = f"{type(op).__struct_config__.tag} --dtype fp8"
+    calibrate = "then meshwise calibrate RUN..."
+    return f"measure it: meshwise measure {what}, {calibrate}" if what else MEASURE
 
 
 def _lacks(op: Op) -> str:

@@ -25,6 +25,11 @@ class HeldOut(Record, kw_only=True):
     p90: NonNegativeFloat
     num_points: NonNegative
 
+    @property
+    def noisy(self) -> bool:
+        """Whether what has this error is too noisy to plan with."""
+        return self.num_points > 0 and self.median > NOISY
+
 
 def _check_times(record: "Curve | Surface", points: tuple[object, ...]) -> None:
     if len(record.time_s) != len(points):
@@ -93,11 +98,6 @@ class Curve(Price, kw_only=True):
     def held_out(self) -> HeldOut:
         """The error of the law in use."""
         return self.laws[self.law].held_out
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the curve is too noisy to plan with."""
-        return self.held_out.num_points > 0 and self.held_out.median > NOISY
 
     def check(self) -> None:
         if not self.x_bytes or list(self.x_bytes) != sorted(set(self.x_bytes)):

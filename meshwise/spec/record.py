@@ -24,6 +24,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e300)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
 
+MOST_SHOWN = 100  # characters of a value, in an error
 _BOUNDS = (
     ("ge", lambda value, bound: value >= bound, ">="),
     ("gt", lambda value, bound: value > bound, ">"),
@@ -74,6 +75,7 @@ class Record(
         """Raise the one-line error that names this record, the field, its value and the fix."""
         value = getattr(self, field)
         shown = getattr(value, "name", "") if isinstance(value, Record) else repr(value)
+        shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} ..."
         is_shown = f" = {shown}" if shown else ""
         raise ValueError(f"{type(self).__name__}.{field}{is_shown}: {fix}")
 

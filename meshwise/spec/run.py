@@ -1,6 +1,5 @@
 """A run directory: ``run.json`` (one ``RunInfo``) and ``samples.jsonl`` (one ``Sample`` a line)."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,6 +17,7 @@ from meshwise.spec.record import NonNegative, Positive, Record, digest
 from meshwise.spec.refit import Resharding
 
 SCHEMA_VERSION = 1
+MOST_S = 1e12  # of a time; products and powers of such times are still numbers
 
 
 class Step(Record, kw_only=True, tag_field="op", tag="step"):
@@ -135,11 +135,18 @@ class Sample(Record, kw_only=True):
     def check(self) -> None:
         if self.status == "ok" and not self.times_s:
             self.fail("times_s", "an ok sample must hold at least one time")
+        if self.status == "ok" and not all(self.rank_times_s):
+            self.fail("rank_times_s", "every rank must hold at least one time")
+        saved = self.metrics.get("saved_bytes", 0.0)
+        if isinstance(saved, float) and saved < 0:
+            self.fail("metrics", "saved_bytes must be >= 0")
         if self.status == "ok" and self.num_wrong:
             self.fail("metrics", "a sample with wrong elements is an error and not ok")
         for field, rows in (("times_s", (self.times_s,)), ("rank_times_s", self.rank_times_s)):
-            if not all(0 < time_s < math.inf for times_s in rows for time_s in times_s):
-                self.fail(field, "every time must be > 0 and finite")
+            for time_s in (time_s for times_s in rows for time_s in times_s):
+                if not 1 / MOST_S <= time_s <= MOST_S:
+                    fix = f"every time must be > 0 and finite, {1 / MOST_S:g} to {MOST_S:g} s"
+                    self.fail(field, f"{fix}, and one is {time_s:g}")
         if self.status != "ok" and not self.reason:
             self.fail("reason", f"a sample with status {self.status} must say why")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.prices import TOO_NOISY, name_of
+from meshwise.prices.measured import Fitted
 from meshwise.spec import Block, Cluster, Collective, Costs, RunInfo, Sample
 from meshwise.spec.costs import LawName
 from meshwise.spec.label import label
@@ -50,14 +51,17 @@ def calibrate(
         if len(others_law) == len(laws):
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
         log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others_law))
+    if not (costs.curves or costs.surfaces or costs.factors or costs.slowdowns):
+        log.warning("these runs hold no sample that prices rest on; name runs of measure profile")
     if lacking := _lacking(loaded):
         log.warning("%s", lacking)
     for doubt in fit.doubts(costs):
         log.warning("%s", doubt)
-    for curve in costs.curves:
-        if curve.noisy:
+    prices: list[Fitted] = [*costs.curves, *costs.surfaces, *costs.factors]
+    for price in prices:
+        if price.held_out.noisy:
             busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"
-            log.warning("%s: %s (%s)", name_of(curve, costs.cluster), TOO_NOISY, busy)
+            log.warning("%s: %s (%s)", name_of(price, costs.cluster), TOO_NOISY, busy)
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs

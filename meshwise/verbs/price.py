@@ -13,6 +13,7 @@ from meshwise.options.price import PriceOptions
 from meshwise.prices import Prices, in_step, op_key
 from meshwise.prices.key import How
 from meshwise.prices.uneven import as_even, even_bytes
+from meshwise.probe.cases.scope import typed
 from meshwise.probe.cases.sizes import embedding_splits
 from meshwise.search.charges import charges, corrections
 from meshwise.search.simulate import Amounts, add
@@ -94,7 +95,7 @@ def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
     if what == "gemm":
         m, n, k = _extents(asked, "M,N,K")
         trans: dict[str, Any] = {"trans_a": asked.trans[0] == "t", "trans_b": asked.trans[1] == "t"}
-        return [Gemm(m=m, n=n, k=k, dtype=dtype, **trans)]
+        return [typed(Gemm(m=m, n=n, k=k, **trans), dtype)]
     if what == "attention":
         batch, tokens, heads, width = _extents(asked, "BATCH,TOKENS,HEADS,HEAD_DIM")
         sizes = {"q_len": tokens, "kv_len": tokens, "heads": heads, "kv_heads": heads}

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import meshwise
 from meshwise import store
 from meshwise.fit import calibrate, doubts
+from meshwise.models import block_ops, block_tasks
 from meshwise.prices import Prices
-from meshwise.spec import Case, Cluster, Collective, Elementwise, Gemm, Sample
+from meshwise.spec import Block, Case, Cluster, Collective, Elementwise, Gemm, Sample
 from meshwise.verbs import files
 from tests import sample_records as known
 
@@ -45,6 +46,7 @@ def thrice(op, time_s: float) -> Sample:
     return sample(op, [0.99 * time_s, time_s, 1.01 * time_s])
 
 
+PRODUCTS = [Gemm(m=2**power, n=4096, k=4096) for power in range(6, 14)]
 GATHERS = [thrice(gather(size), gather_s(size)) for size in SIZES]
 
 
@@ -69,6 +71,11 @@ def calibrated(lines: list[str]):
         ({"times_s": [1e999]}, "times_s[0]: Infinity is not a finite number"),
         ({"rank_times_s": [[1e-5], [-1e-5]]}, "Sample.rank_times_s = ((1e-05,), (-1e-05,)): every"),
         ({"rank_times_s": [[0.0]]}, "Sample.rank_times_s = ((0.0,),): every time must be > 0"),
+        ({"rank_times_s": [[1e-5], []]}, "every rank must hold at least one time"),
+        ({"metrics": {"saved_bytes": -1.0}}, "saved_bytes must be >= 0"),
+        ({"times_s": [1e-5, 1e-90]}, "1e-12 to 1e+12 s, and one is 1e-90"),
+        ({"times_s": [1e90]}, "1e-12 to 1e+12 s, and one is 1e+90"),
+        ({"times_s": [-1.0] * 99}, "-1. ...: every time must be > 0"),
     ],
 )
 def test_a_line_with_an_impossible_time_is_left_out_and_named(bad, said, caplog):
@@ -109,6 +116,10 @@ def test_the_order_of_samples_does_not_count(shuffled):
 def test_constant_times_and_few_sizes_are_named():
     flat = [thrice(gather(size), 20e-6) for size in SIZES]
     assert any("constant, all 10 sizes took 20.0 us" in said for said in doubts(fitted(flat)))
+    often = [sample(product, [1e-4] * n) for n, product in zip((3, 7, 11), PRODUCTS, strict=False)]
+    often += [sample(gather(size), [1e-4] * n) for n, size in zip((3, 7, 11), SIZES, strict=False)]
+    for name in ("gemm bf16 nt cold", "all_gather 4 by nvlink"):  # means differ in the last bit
+        assert f"{name}: constant, all 3 sizes took 100 us" in doubts(fitted(often))
     for n in (1, 2):
         (said,) = doubts(fitted(GATHERS[:n]))
         assert said.startswith("too few sizes") and said.endswith(f"all_gather 4 by nvlink ({n})")
@@ -153,9 +164,6 @@ def test_a_point_in_other_units_is_no_knot_or_named(factor):
     assert any("all_gather 1.0 MiB x4" in said and "units" in said for said in few)
 
 
-PRODUCTS = [Gemm(m=2**power, n=4096, k=4096) for power in range(6, 14)]
-
-
 def product_s(op: Gemm) -> float:
     return 4e-6 + max(op.flops / 6e14, op.bytes / 3e12)
 
@@ -173,6 +181,56 @@ def test_a_shape_in_other_units_is_left_out_and_named(factor, at):
     assert not good.no_shapes and surface.held_out.median < 0.5
     price = Prices(off).estimate(PRODUCTS[at])
     assert price.time_s == pytest.approx(product_s(PRODUCTS[at]), rel=1.0)
+
+
+LAYERS = [Block(part="layer", model=known.MODEL, microbatch_size=n, seq_len=64) for n in (1, 4, 16)]
+
+
+def layers(factors) -> list[Sample]:
+    """Layers that take so many times the sum of their operations, beside these."""
+    ops = {op: 1e-5 + op.bytes / 3e12 for layer in LAYERS for op in block_ops(layer)}
+    copies = [Elementwise(kind="copy", read_bytes=op.bytes, write_bytes=0) for op in ops]
+    ops |= {copy: 1e-5 + copy.bytes / 3e12 for copy in copies}
+    known_s = Prices(fitted(thrice(op, time_s) for op, time_s in ops.items()))
+    blocks = []
+    for layer, factor in zip(LAYERS, factors, strict=True):
+        time_s = factor * known_s.composed_s(block_tasks(layer))
+        case = Case(op=layer, world_size=4, lowering="compiled")
+        blocks.append(Sample(case_id=case.id, case=case, status="ok", times_s=(time_s,) * 3))
+    return [*(thrice(op, time_s) for op, time_s in ops.items()), *blocks]
+
+
+@pytest.mark.parametrize("factor", [3e4, 1e-4])
+def test_layers_in_other_units_are_named(factor):
+    assert not [said for said in doubts(fitted(layers([2, 2, 2]))) if "layer" in said]
+    (all_off,) = [one for one in doubts(fitted(layers([factor] * 3))) if one.startswith("layer")]
+    assert "all 3 points" in all_off and "its operations say; are the units right?" in all_off
+    (one_off,) = [one for one in doubts(fitted(layers([2, 2, factor]))) if one.startswith("layer")]
+    assert f"{LAYERS[2].activation_elements:g} elements" in one_off
+
+
+@pytest.mark.usefixtures("folder")
+def test_whatever_is_half_off_at_points_left_out_is_said_to_be_too_noisy(caplog):
+    """Products whose times say nothing of each other, and a layer of which one size does not."""
+    halves = [msgspec.structs.replace(op, dtype="fp16") for op in PRODUCTS]
+    products = [thrice(op, product_s(op) * (1, 7)[at % 2]) for at, op in enumerate(halves)]
+    run = known.write_run(Path("runs"), known.info(), [*layers([2, 40, 2]), *products])
+    costs = meshwise.calibrate(run)
+    for name in ("gemm fp16 nt cold", "layer gpt"):
+        assert [one for one in caplog.messages if name in one and "too noisy" in one], name
+    prices = Prices(costs)
+    assert (
+        "too noisy to plan with" in prices.estimate(Gemm(m=700, n=4096, k=4096, dtype="fp16")).note
+    )
+    assert not prices.estimate(halves[0]).note  # measured itself
+    prices.factor(LAYERS[0], block_tasks(LAYERS[0]))
+    assert any(note.startswith("layer") and "too noisy" in note for note in prices.notes)
+
+
+@pytest.mark.usefixtures("folder")
+def test_runs_that_price_nothing_say_so(caplog):
+    meshwise.calibrate(known.write_run(Path("runs"), known.info(), []))
+    assert "these runs hold no sample that prices rest on" in caplog.text
 
 
 def test_a_single_timing_has_the_scatter_of_its_curve_as_noise():

@@ -511,6 +511,15 @@ def test_suspicious_rows_of_nccl_tests_are_flagged(file, change, warning):
     assert any(warning in text for text in found.warnings)
 
 
+@pytest.mark.parametrize("time", ["0.00", "-17.9", "1e-20"])
+def test_a_row_of_an_impossible_time_is_an_error_beside_the_others(file, time):
+    rows = "".join(f" {8 << i} {2 << i} float sum -1 {20 + i}.1 0.00 0.00 0\n" for i in range(6))
+    text = f"# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 2\n{TWO}{rows}"
+    bad, *good = importers.read(file(text.replace("20.1", time))).samples
+    assert bad.status == "error" and bad.reason.startswith("the printed time is ")
+    assert {sample.status for sample in good} == {"ok"}
+
+
 def test_constant_and_quantised_times_are_flagged(file):
     rows = "".join(f" {8 << i} {2 << i} float sum -1 20 0.00 0.00 0\n" for i in range(6))
     text = f"# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 2\n{TWO}{rows}"

@@ -14,6 +14,7 @@ from scipy.interpolate import PchipInterpolator
 from meshwise.fit import laws
 from meshwise.fit.curves import fit_curve
 from meshwise.prices import Prices, times_of, unmeasured
+from meshwise.prices.evaluate import from_curve
 from meshwise.prices.laws import KnotTimes, cubic, law_s, sigmoid_s, slopes
 from meshwise.probe import importers
 from meshwise.spec import Cluster, Collective, Elementwise
@@ -255,3 +256,16 @@ def test_below_the_first_knot_the_interval_reaches_to_what_the_slope_allows():
     found = Prices(msgspec.structs.replace(costs, curves=(curve,))).estimate(op)
     assert found.source == "extrapolated" and "below the smallest" in found.note
     assert found.time_s / (1 + found.error) < 20e-6 < found.time_s
+
+
+def test_the_sigmoid_s_interval_holds_its_price_at_every_knot_and_far_below(recwarn):
+    """It has no knots: at the first, too, it is between sizes."""
+    op = Collective(kind="all_gather", size_bytes=1, group_size=4)
+    points = {2.0**i: 20e-6 + 2.0**i / 3e11 for i in range(10, 33)}
+    curve = fit_curve(points, {"like": op, "runs": ()}, law="sigmoid")
+    assert curve.law == "sigmoid"
+    for x in points:
+        found = from_curve(curve, times_of(curve), "", x)
+        assert found.error >= 0 and found.source == "interpolated"
+    steep = (2.0, 50.0, 3e11, 2e-5, 2.0, 30.0, 40.0, 0.0, 1.0)
+    assert np.isfinite(sigmoid_s(steep, np.array([8.0]))).all() and not recwarn.list

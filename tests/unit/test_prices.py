@@ -16,6 +16,7 @@ from meshwise.fit.factors import fit_factors
 from meshwise.fit.laws import alpha_beta
 from meshwise.prices import Prices, in_step, times_of, unmeasured
 from meshwise.prices.datasheet import attainable
+from meshwise.prices.measured import MOST_BEYOND
 from meshwise.search.simulate import Charge, run_program
 from meshwise.spec import (
     Attention,
@@ -294,6 +295,22 @@ def test_blocks_whose_messages_have_no_price_have_no_factor(costs):
     alone = timed_blocks(bare, 1e-3, 1.1, (1, 2, 4))
     split = timed_blocks(costs, 1e-3, 1.1, (1,), tp=2)
     assert [factor.like.tp for factor in fit_factors([split, alone], Prices(bare))] == [1]
+
+
+def test_prices_rise_with_bytes_where_the_data_sheet_takes_over():
+    """A curve that ends where latency rules is steeper than the data sheet."""
+    tiers = (Tier(name="nvlink", num_devices=4, bytes_per_s=450e9),)
+    cluster = msgspec.structs.replace(CLUSTER, tiers=tiers)
+    ops = [collective("all_gather", 2**power, 4) for power in range(10, 17)]
+    slow = [sample(op, 30e-6 + op.bytes / 1e9) for op in ops]
+    costs = calibrate([(msgspec.structs.replace(INFO, cluster=cluster), slow)])
+    prices = Prices(costs, datasheet=True)
+    found = [
+        prices.estimate(collective("all_gather", MOST_BEYOND * 2**16 + more, 4))
+        for more in (0, 64, 2**40)
+    ]
+    assert [one.source for one in found] == ["extrapolated", "datasheet", "datasheet"]
+    assert found[0].time_s <= found[1].time_s < found[2].time_s
 
 
 def test_groups_of_ranks_some_apart_have_a_price_of_their_own_over_other_links():

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import meshwise
 from meshwise.cli import app
+from meshwise.models import block_tasks
+from meshwise.prices import Prices
 from meshwise.verbs import price as verb
 from tests import sample_records as known
 
@@ -32,7 +35,7 @@ def test_logs_of_others_become_prices_and_a_plan(capsys):
     with pytest.raises(ValueError, match=r"name their runs: meshwise calibrate runs/\*-meas"):
         meshwise.calibrate()
     costs = meshwise.calibrate(tuple(run_dirs))
-    assert len(costs.curves) == 12 and not any(curve.noisy for curve in costs.curves)
+    assert len(costs.curves) == 12 and not any(curve.held_out.noisy for curve in costs.curves)
     code, said = shown("all_reduce 64MiB --group 8 --dtype fp32 --regime pipelined --json", capsys)
     (found,) = json.loads(said.out)
     assert code == 0 and found["tier"] == "transferred"  # torch's own calls were not measured
@@ -79,6 +82,10 @@ def test_each_kind_of_work(capsys):
         ("unit --model gpt-2.6b --tp 3", "error: --tp = 3: must divide"),
         ("copy 1MiB --dtype fp8", "error: --dtype: the price of copy does not depend on it"),
         ("layer --model gpt-2.6b --regime graph", "error: --regime: the price of layer does not"),
+        ("layer --model gpt-2.6b --seq-len 0", "error: --seq-len = 0: must be >= 1"),
+        ("layer --model gpt-2.6b --dtype fp8", "error: --dtype = 'fp8': is priced and measured of"),
+        ("gemm 8,8,8 --dtype fp8", "gemm fp8 nt tensor cold; measure it: meshwise measure gemm --"),
+        ("h2d 1MiB", "measure it: meshwise measure health, then"),  # no profile has it
     ],
 )
 def test_what_is_missing_is_named(words, message, capsys):
@@ -133,3 +140,21 @@ def test_a_layer_of_which_nothing_was_measured_has_a_wide_interval(capsys):
     (found, *_) = verb.price(what="layer", model="wresnet-1b")
     assert found.high_s > 1.2 * found.time_s and found.low_s < found.time_s / 1.2
     assert "measured" not in found.rests_on
+
+
+def test_work_on_no_bytes_takes_no_time():
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    for what in ("all_reduce", "adamw", "copy"):
+        (found,) = verb.price(what, "0")
+        assert (found.low_s, found.time_s, found.high_s) == (0, 0, 0)
+
+
+def test_a_layer_of_any_host_and_ratio_has_a_price():
+    """Of a damaged costs.json: fourth powers of these are no numbers."""
+    (factor, *_) = known.COSTS.factors
+    off = msgspec.structs.replace(factor, host_s=(1e200,) * len(factor.ratio))
+    prices = Prices(msgspec.structs.replace(known.COSTS, factors=(off,)))
+    ratio, _ = prices.factor(factor.like, block_tasks(factor.like))
+    assert ratio > 1e190

@@ -94,6 +94,15 @@ def test_layers_take_their_ratio_along():
     assert held_out.p90 >= 0.25
 
 
+def test_a_layer_that_waits_for_the_host_does_so_on_a_faster_device():
+    block = Block(part="layer", model=MODEL, microbatch_size=4096, seq_len=64)
+    parts = dict.fromkeys(block_ops(block), 1e-4)
+    tasks, host_s = block_tasks(block), 0.1
+    prices = Prices(transfer([run(OLD, {**parts, block: host_s})], TWICE))
+    time_s = prices.factor(block, tasks)[0] * prices.composed_s(tasks)
+    assert time_s == pytest.approx(host_s, rel=0.01)
+
+
 def test_what_was_measured_there_is_kept():
     own = calibrate([run(TWICE, {COPY: 0.5e-3})])
     others = transfer([run(OLD, {COPY: 0.9e-3, PRODUCT: 1.7e-3})], TWICE)
@@ -125,3 +134,8 @@ def test_a_training_among_the_runs_has_no_price():
     trained = Sample(case_id=case.id, case=case, status="ok", times_s=(1.0,))
     found = transfer([(info, [*samples, trained])], TWICE)
     assert (len(found.surfaces), len(found.curves)) == (1, 0)
+
+
+def test_runs_without_a_sample_are_refused_as_such():
+    with pytest.raises(ValueError, match="these runs hold no ok sample; name runs of measure prof"):
+        transfer([run(machine("old"), {})], machine("new"))

@@ -7,7 +7,6 @@ with a warning. A file with no readable row is a ValueError. Errors do not name 
 ``importers.read`` does.
 """
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from meshwise.spec import Case, Sample
 from meshwise.spec.op import CollectiveKind, Dtype
+from meshwise.spec.run import MOST_S
 
 DTYPES: dict[str, Dtype] = {
     "float": "fp32", "float32": "fp32", "fp32": "fp32", "double": "fp64", "float64": "fp64",
@@ -90,7 +90,7 @@ def number(text: str, field: str) -> float:
 
 
 def seconds(text: str, field: str, unit_s: float = 1.0) -> float:
-    if (time_s := number(text, field) * unit_s) <= 0:
+    if (time_s := number(text, field) * unit_s) < 1 / MOST_S:
         raise ValueError(f"{field} = {short(text)!r}: a time must be > 0")
     return time_s
 
@@ -199,7 +199,7 @@ def found_of(rows: Iterable[Printed], warnings: Sequence[str], **told: Any) -> F
 
 def _sample(case_id: str, rows: list[Printed]) -> Sample:
     wrong = [row for row in rows if row.wrong]
-    good = [] if wrong else [r for r in rows if not r.fault and 0 < r.time_s < math.inf]
+    good = [] if wrong else [r for r in rows if not r.fault and 1 / MOST_S <= r.time_s <= MOST_S]
     used = good or wrong or rows
     metrics = used[0].metrics
     if len(used) > 1:  # one value for each time, in the same order
