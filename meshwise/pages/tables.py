@@ -104,12 +104,13 @@ def cluster(described: Cluster) -> list[Table]:
 
 
 def _left_out(curves: Sequence[Curve], name: Callable[[Curve], str]) -> list[str]:
-    """Name the points that curves leave out."""
-    return [
+    """Name the points that curves leave out, and the curves that are too noisy."""
+    found = [
         f"{name(curve)}: {format_bytes(point.x_bytes)} is no knot, {point.reason}."
         for curve in curves
         for point in curve.no_knots
     ]
+    return found + _too_noisy(curves, name)
 
 
 def _too_noisy(prices: Sequence[Curve | Surface | Factor], name: Callable[[Any], str]) -> list[str]:
@@ -142,7 +143,6 @@ def costs(prices: Costs) -> list[Table]:
             "the largest. A collective's name says how many ranks are in each tier of links, and "
             "list where torch copies from or to a list of tensors; its bytes are nccl-tests' size.",
             *_left_out(prices.curves, name),
-            *_too_noisy(prices.curves, name),
         ),
         left=2,
     )
