@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_450,
     "probe": 7_015,
     "reshard": 5_094,
-    "search": 3_993,
+    "search": 3_995,
     "spec": 3_228,
     "suites": 1_003,
     "verbs": 4_378,
