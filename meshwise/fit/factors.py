@@ -9,10 +9,11 @@ small kernels overlap. With C, the sum of prices at the clocks that the cap leav
 
 Of measured blocks the likeliest host and ratio are taken. Errors are normal in logarithms: T is
 some 5 % off, the host some 70 % from that of usual hosts, the ratio 30 % from 1, or 10 % from that
-of a block which differs only in its degrees. At each size, what remains of T is put to the larger
-of the two: a size at which the host takes longer says nothing of the ratio. So a measured size has
-its measured time, and larger ones are not slowed down by a host that they hide. A second ratio
-corrects the bytes that the block saves for backward: a compiler's partitioner makes its own choice.
+of a block which differs only in its degrees. At each size, what T still differs by is put to the
+device as far as the device takes T, and to the host for the rest. So a measured size has its
+measured time, and a size at which the host takes longer changes no price of larger ones. A second
+ratio corrects the bytes that the block saves for backward: a compiler's partitioner makes its own
+choice.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from meshwise.spec import Block, Factor, Sample
 _OF_TIME, _OF_LAUNCH, _OF_HOST, _OF_RATIO, _BY_DEGREE = 0.05, 0.25, 0.7, 0.3, 0.1
 _TRIED = np.linspace(-2.5, 2.5, 201)  # logarithms of hosts and ratios over the usual
 _NORMAL_P90 = 1.645
-_MOST = 0.9  # of a time, by the limit that is not the longer
+_MOST = 0.9  # of a measured time by the host alone: the device takes some of it
 
 
 class _Sizes(NamedTuple):
@@ -68,21 +69,19 @@ def fit_factors(
     """Fit a factor to each group: samples of blocks, each with its expected time and number of
     timings, and the fields of its ``Price``. A block has no factor if one of its operations has no
     price, such as a message that was never measured."""
-    sizes, kept = list[_Sizes](), []
+    kept = []
     for samples, about in groups:
         with suppress(ValueError):
-            sizes.append(_sizes(samples, prices))
-            kept.append((samples, about))
-    found: list[Factor | None] = [None] * len(kept)
-    known: dict[Block, float] = {}
+            kept.append((_sizes(samples, prices), about))
+    known, found = dict[Block, float](), dict[int, Factor]()
     for at in sorted(range(len(kept)), key=lambda at: kept[at][1]["like"].layout.num_devices):
-        about = kept[at][1]
+        of, about = kept[at]
         alike = _alike(about["like"])
         usual = _Usual(usual_host_s(about["like"], prices), known.get(alike))
-        limits = _limits(sizes[at], usual)
+        limits = _limits(of, usual)
         known.setdefault(alike, limits.ratio)
-        found[at] = _factor(sizes[at], usual, limits, about)
-    return tuple(filter(None, found))
+        found[at] = _factor(of, usual, limits, about)
+    return tuple(found[at] for at in range(len(kept)))
 
 
 def usual_host_s(block: Block, prices: Prices) -> float:

@@ -463,7 +463,7 @@ def _measure(op: Op) -> str:
 
 def _lacks(op: Op) -> str:
     lacking = f"what lacks is the case {label(Case(op=op))}, or one near"
-    if not isinstance(op, Collective):
+    if not isinstance(op, Collective) or op.kind in UNPROFILED:
         return lacking
     kind = op.kind.removesuffix("_v")  # of even splits, which stands in
     return f"{lacking}: measure collectives {kind} --nproc {op.group_size}"

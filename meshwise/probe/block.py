@@ -154,7 +154,7 @@ def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Modu
 
 
 def _layer(op: Block) -> int:
-    """Return the index of the first layer of the block's form, for the head of the last layer."""
+    """Return the index of the first layer of the block's form; of a head, the last."""
     names = [kind.name for kind in layer_kinds(op.model, op.seq_len)]
     if op.part == "head":
         return len(names) - 1

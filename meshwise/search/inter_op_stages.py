@@ -61,19 +61,6 @@ class Terms(NamedTuple):
     spared: float = 0.0
 
 
-class Frame(NamedTuple):
-    """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
-    depth, whose ``floor`` it is, then interleaved, depth by depth. ``answers``: the last to each
-    problem."""
-
-    rows: int
-    ways: list[Layout]
-    table: StageTable
-    problems: list[Problem]
-    floor: Least
-    answers: "dict[int, _Answer]"
-
-
 class _Answer(NamedTuple):
     """The divisions that were found with so much memory below a time."""
 
@@ -85,6 +72,19 @@ class _Answer(NamedTuple):
         """Return whether it answers another question: what needs less and is faster is in it."""
         less = limit_bytes == self.limit_bytes or not self.divisions
         return less and limit_bytes <= self.limit_bytes and cutoff_s <= self.cutoff_s
+
+
+class Frame(NamedTuple):
+    """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
+    depth, whose ``floor`` it is, then interleaved, depth by depth. ``answers``: the last to each
+    problem."""
+
+    rows: int
+    ways: list[Layout]
+    table: StageTable
+    problems: list[Problem]
+    floor: Least
+    answers: dict[int, _Answer]
 
 
 def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
@@ -105,8 +105,8 @@ def layouts(
     pipelines of so many rows and turns were found to need more."""
     found = list[tuple[float, Layout]]()
     hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
-    each = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
-    for frame, number, problem in sorted(each, key=lambda of: of[2].turns):
+    posed = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
+    for frame, number, problem in sorted(posed, key=lambda each: each[2].turns):
         about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
         problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
         if about in hopeless or cutoff_s <= floor_s:
@@ -119,7 +119,7 @@ def layouts(
                 continue
             divisions = divide(frame.table, problem, cutoff_s, floor)
             answer = frame.answers[number] = _Answer(problem.limit_bytes, cutoff_s, divisions)
-        for division in [each for each in answer.divisions if each.time_s < cutoff_s]:
+        for division in [fast for fast in answer.divisions if fast.time_s < cutoff_s]:
             found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
             cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]

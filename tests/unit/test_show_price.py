@@ -152,7 +152,7 @@ def test_work_on_no_bytes_takes_no_time():
 
 
 def test_a_layer_of_any_host_and_ratio_has_a_price():
-    """Of a damaged costs.json: fourth powers of these are no numbers."""
+    """A damaged costs.json may hold hosts whose fourth powers overflow."""
     (factor, *_) = known.COSTS.factors
     off = msgspec.structs.replace(factor, host_s=(1e200,) * len(factor.ratio))
     prices = Prices(msgspec.structs.replace(known.COSTS, factors=(off,)))
