@@ -7,10 +7,9 @@ torch has loaded; calls go through its C interface (nccl.h).
 
 import ctypes
 import functools
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -93,14 +92,23 @@ class Communicator:
 
 
 class _Memory:
-    """Device memory of NCCL's allocator, freed when the last tensor in it is."""
+    """Device memory of NCCL's allocator. What tensors leave is kept for the next ones and never
+    freed: NCCL drops a graph's registration after the graph, and would take new memory at the same
+    address for the old."""
+
+    left: ClassVar[list[tuple[int, int]]] = []  # bytes, address
 
     def __init__(self, num_bytes: int) -> None:
-        pointer = ctypes.c_void_p()
-        _call("ncclMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(max(num_bytes, 1)))
-        weakref.finalize(self, _call, "ncclMemFree", pointer).atexit = False
+        fit = min((block for block in self.left if block[0] >= num_bytes), default=None)
+        if fit:
+            self.left.remove(fit)
+        else:
+            pointer, size = ctypes.c_void_p(), max(num_bytes, 1)
+            _call("ncclMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(size))
+            fit = size, pointer.value or 0
+        weakref.finalize(self, self.left.append, fit).atexit = False
         self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3,
+            "shape": (num_bytes,), "typestr": "|u1", "data": (fit[1], False), "version": 3,
         }  # fmt: skip
 
 
@@ -109,12 +117,6 @@ def empty(length: int, *, dtype: torch.dtype, device: torch.device) -> torch.Ten
     is: messages pass without a copy into NCCL's own buffers."""
     memory = _Memory(length * dtype.itemsize)
     return torch.as_tensor(memory, device=device).view(dtype)
-
-
-def expect_graphs_alone() -> None:
-    """Tell NCCL, before its first communicator, that no other call of a communicator is under way
-    while a graph with calls of it runs: each call in a graph then takes some 5 us less."""
-    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
 
 
 def unique_id() -> list[int]:

@@ -39,13 +39,13 @@ MODELS = {
         {**SHARD, "microbatch_size": 8}, {**SEQUENCES, "microbatch_size": 16},
         {**PIPE, "microbatch_size": 4, "num_microbatches": 4},
     ]),
-    "llama-3-8b": (4, 8192, 80, [
+    "llama-3-8b": (4, 8192, 120, [
         {"dp": 2, "zero": 3, "microbatch_size": 1, "num_microbatches": 2, "recompute": "full"},
         {**SEQUENCES, "microbatch_size": 1, "num_microbatches": 4, "recompute": "selective"},
         {"cp": 2, "zero": 3, "microbatch_size": 1, "num_microbatches": 4, "recompute": "selective"},
         {**PIPE, "microbatch_size": 1, "num_microbatches": 4, "recompute": "full"},
     ]),
-    "moe-2.4b": (64, 1024, 80, [
+    "moe-2.4b": (64, 1024, 130, [
         {**SHARD, "microbatch_size": 32}, {**SHARD, "ep": 2, "microbatch_size": 32},
         {**SEQUENCES, "microbatch_size": 64},
         {**SHARD, "ep": 2, "microbatch_size": 16, "num_microbatches": 2, "recompute": "full"},

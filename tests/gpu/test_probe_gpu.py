@@ -189,6 +189,12 @@ def test_replays_over_nccl_and_symmetric_memory_are_checked_and_right(tmp_path):
              regime="graph", backend="nccl", world_size=2)
         for kind in ("all_reduce", "reduce_scatter", "reduce")
     )  # fmt: skip
+    # buffers of each size lie where others were, whose graphs NCCL may still know
+    cases += tuple(
+        Case(op=Collective(kind=kind, size_bytes=2**power, group_size=2),
+             regime="graph", backend="nccl", world_size=2)
+        for power in range(12, 28, 2) for kind in ("all_reduce", "all_gather", "send_recv")
+    )  # fmt: skip
     run_dir = new_run(tmp_path, 2)
     request = sweep.SweepRequest(cases=cases, run_dir=str(run_dir))
     launch.run("meshwise.probe.sweep:measure_ranks", request, nproc=2)
