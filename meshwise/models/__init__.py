@@ -127,7 +127,7 @@ def blocks_of(
             microbatch_size=layout.microbatch_size,
             seq_len=seq_len,
             tp=layout.tp,
-            sequence_parallel=layout.placed.stream == "seq",
+            sequence_parallel=layout.placed.stream != "whole",  # by batch, as many messages
             cp=layout.cp,
             ep=layout.ep if part == "layer" and known[form].form == "experts" else 1,
             direction=direction,

@@ -279,7 +279,7 @@ def _terms(
 
     def layer(kind: LayerKind) -> Terms:
         work = layer_work(*about, cut, prices, (kind, NOTHING))
-        whole, each = _sent(*about, way, prices, kind)
+        whole, each = sent(*about, way, prices, kind)
         alone_s, together = work.both_s + each.copies_s, way.zero >= 2
         sent_s = each.messages_s if together else whole.messages_s
         beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
@@ -308,7 +308,7 @@ def _terms(
         yield word, [*[recomputed(kind, word) for kind in order], *more]
 
 
-def _sent(
+def sent(
     model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
 ) -> tuple[DataTraffic, DataTraffic]:
     """Return a layer's traffic in a step of one microbatch, and what another one adds. It moves

@@ -5,6 +5,7 @@ import pytest
 
 from meshwise import search
 from meshwise.prices.datasheet import unmeasured
+from meshwise.search import space
 from meshwise.spec import Cluster
 from meshwise.verbs import files
 from tests.dist import matrix
@@ -12,7 +13,7 @@ from tests.dist import matrix
 pytestmark = pytest.mark.dist
 
 
-def a_slow_host(num_devices):
+def a_slow_host(num_devices, links_by=100):
     """A host of V100 whose every rate is so low that small models are bound by it."""
     host = files.take("p3.16xlarge", Cluster)
     device, (links, *_) = host.device, host.tiers
@@ -22,7 +23,7 @@ def a_slow_host(num_devices):
         peak_memory_bytes_per_s=device.peak_memory_bytes_per_s / 1e5,
     )
     links = msgspec.structs.replace(
-        links, num_devices=num_devices, bytes_per_s=links.bytes_per_s / 100
+        links, num_devices=num_devices, bytes_per_s=links.bytes_per_s / links_by
     )
     return msgspec.structs.replace(
         host, num_devices_per_host=num_devices, device=slow, tiers=(links,)
@@ -44,7 +45,24 @@ def test_a_plan_of_unlike_stages(gloo_ranks, plan_of, tmp_path, name, num_device
     costs = unmeasured(a_slow_host(num_devices))
     layout = search.find(model, workload, costs, num_devices=num_devices).layout
     assert len({dp * tp for dp, tp in layout.meshes}) > 1, layout.name
-    plan = plan_of(model, workload, layout)
+    train(gloo_ranks, plan_of(model, workload, layout), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("deepseek", 4), ("mixtral", 2)])
+def test_a_plan_whose_parts_have_cuts_of_their_own(
+    gloo_ranks, plan_of, tmp_path, name, num_devices
+):
+    """Two sequences on links so slow that some parts are computed by every rank."""
+    model = matrix.FAMILIES[name]
+    usual = matrix.workload(num_devices, model)
+    workload = msgspec.structs.replace(usual, global_batch_size=2)
+    costs = unmeasured(a_slow_host(num_devices, links_by=1e6))
+    layout = search.find(model, workload, costs, num_devices=num_devices).layout
+    assert layout.cuts not in [each.cuts for each in space.shared(1, 1, 2, has_experts=True)]
+    train(gloo_ranks, plan_of(model, workload, layout), tmp_path)
+
+
+def train(gloo_ranks, plan, folder):
     plan = msgspec.structs.replace(plan, recipe=matrix.RECIPES["adamw"])
-    loss, value, where = matrix.run(gloo_ranks, plan, tmp_path)
+    loss, value, where = matrix.run(gloo_ranks, plan, folder)
     assert matrix.is_right(plan, loss, value), (loss, value, where)

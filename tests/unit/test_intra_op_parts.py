@@ -1,0 +1,174 @@
+"""The table of parts against whole layers priced at once, and what is found against every choice of
+cuts."""
+
+import itertools
+import math
+import random
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from meshwise import search
+from meshwise.models import placement
+from meshwise.prices import Prices
+from meshwise.prices.datasheet import unmeasured
+from meshwise.search import bound, intra_op_parts, space
+from meshwise.search.intra_op import Cost
+from meshwise.search.intra_op_parts import WORDS, PartTable, fastest, with_cuts
+from meshwise.spec import Candidate, Cluster, Cuts, Decoder, Experts, Layout, Model, Workload
+from meshwise.verbs import files
+
+GIB = 2**30
+SIZES = {"hidden": 1024, "layers": 4, "heads": 16, "ffn": 4096, "vocab": 8192}
+MOE = Experts(num_experts=8, top_k=2, ffn=4096, every=2)
+MODELS = {
+    "gpt": Model(name="gpt", **SIZES),
+    "moe": Model(name="moe", experts=MOE, **SIZES),
+    "llama": Decoder(name="llama", kv_heads=4, head_dim=64, max_seq_len=1024, **SIZES),
+}
+WORKLOAD = Workload(global_batch_size=8, seq_len=512)
+
+
+def priced_on(host, gib=None):
+    costs = unmeasured(files.take(host, Cluster))
+    if gib is None:
+        return costs
+    device = msgspec.structs.replace(costs.cluster.device, memory_bytes=int(gib * GIB))
+    return msgspec.structs.replace(
+        costs, cluster=msgspec.structs.replace(costs.cluster, device=device)
+    )
+
+
+def every_cuts(model, layout, seq_len):
+    """All legal cuts, those of parts that the model lacks left out."""
+    has = {"feed_forward": True, "experts": model.experts is not None}
+    fields = [field for field in WORDS if has.get(field, True)]
+    for words in itertools.product(*[WORDS[field] for field in fields]):
+        cuts = Cuts(**dict(zip(fields, words, strict=True)))
+        if placement.obstacle(model, seq_len, with_cuts(layout, cuts)) is None:
+            yield cuts
+
+
+def cost_of(table, cuts):
+    """The sum over the pieces, of transient bytes the most, where the cuts are chosen."""
+    stream = table.streams.index(cuts.stream)
+    first, *others = table.pieces
+    costs = [first.nodes[1][stream]]
+    for part, piece in zip(table.parts, others, strict=True):
+        word = next(i for i, of in enumerate(part) if all(getattr(cuts, f) == of[f] for f in of))
+        costs.append(piece.edges[0, 1][stream, word])
+    return Cost(*np.sum(costs, axis=0)[:-1], np.max(costs, axis=0)[-1])
+
+
+@pytest.mark.parametrize("again", [("none", None), ("selective", 2), ("full", None)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
+    model, (word, layers) = MODELS[name], again
+    layout = Layout(
+        tp=4, microbatch_size=4, num_microbatches=2, recompute=word, recompute_layers=layers
+    )
+    prices = Prices(priced_on("h100-hgx"), datasheet=True)
+    table = PartTable(model, WORKLOAD.seq_len, layout, prices)
+    table.rates = {kind: (0.0, 0.0) for kind, _ in table.layers}  # without the copies for messages
+    legal = [*every_cuts(model, layout, WORKLOAD.seq_len)]
+    for cuts in [Cuts(), Cuts(stream="seq"), *random.Random(0).sample(legal, 10)]:
+        of = with_cuts(layout, cuts)
+        cost, ranks = cost_of(table, cuts), bound._ranks(model, WORKLOAD.seq_len, of, prices)
+        assert 2 * cost.pace_s == pytest.approx(
+            bound.mathematics_s(model, WORKLOAD.seq_len, of, prices), rel=1e-9
+        )
+        assert cost.held == pytest.approx(ranks.first.saved_bytes)
+        assert cost.resident == pytest.approx(
+            4 * ranks.first.parameter_bytes + ranks.first.copy_bytes
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "gib", "given"),
+    [
+        ("gpt", "p3.16xlarge", None, {"dp": 2, "zero": 2, "microbatch_size": 4}),
+        ("gpt", "h100-hgx", 2.6, {"microbatch_size": 8}),
+        ("llama", "p3.16xlarge", 2.5, {"dp": 2, "zero": 3, "microbatch_size": 4}),
+        ("moe", "h100-hgx", 3.2, {"microbatch_size": 1, "num_microbatches": 8}),
+    ],
+)  # fmt: skip
+def test_no_cuts_are_faster_by_more_than_a_hundredth(name, host, gib, given):
+    """Against predicting every choice of cuts, where memory is enough and where it is not."""
+    model, costs = MODELS[name], priced_on(host, gib)
+    layout, prices = Layout(tp=4, **given), Prices(costs, datasheet=True)
+    limit, least_s = costs.cluster.usable_bytes, math.inf
+    for cuts in every_cuts(model, layout, WORKLOAD.seq_len):
+        of = search.predict(model, WORKLOAD, with_cuts(layout, cuts), prices)
+        if of.peak_memory_bytes <= limit:
+            least_s = min(least_s, of.step_time_s)
+    found = fastest(model, WORKLOAD, layout, prices, limit)
+    assert least_s <= found.prediction.step_time_s <= 1.01 * least_s
+    assert found.prediction.peak_memory_bytes <= limit
+
+
+def fastest_stage(model, workload, costs, num_devices):
+    """One stage on all devices: the fastest of every mesh, ZeRO and division of experts, each with
+    the cuts that the search finds from those with which every rank computes everything."""
+    prices, limit, found = Prices(costs, datasheet=True), costs.cluster.usable_bytes, []
+    for tp in space.divisors(num_devices):
+        dp = num_devices // tp
+        if workload.global_batch_size % dp:
+            continue
+        shares = [each for each in space.shared(dp, 1, tp, model.experts is not None)
+                  if not each.sequence_parallel]  # fmt: skip
+        for shared, size in itertools.product(
+            shares, space.divisors(workload.global_batch_size // dp)
+        ):
+            count = workload.global_batch_size // dp // size
+            layout = space.unchecked(shared, microbatch_size=size, num_microbatches=count)
+            if tp > 1:
+                layout = with_cuts(layout, Cuts(**dict.fromkeys(WORDS, "whole")))
+                of = fastest(model, workload, layout, prices, limit)
+            else:
+                prediction = search.predict(model, workload, layout, prices)
+                fits = prediction.peak_memory_bytes <= limit
+                of = Candidate(layout=layout, prediction=prediction) if fits else None
+            found += [of] if of else []
+    return min(found, key=lambda of: of.prediction.step_time_s).layout
+
+
+def test_it_finds_the_cuts_of_megatron():
+    """One sequence cannot be shared out over data ranks, and a device cannot hold the state."""
+    model = Model(name="one", hidden=4096, layers=2, heads=32, ffn=16384, vocab=51200)
+    workload = Workload(global_batch_size=1, seq_len=1024)
+    layout = fastest_stage(model, workload, priced_on("p3.16xlarge", 8), 4)
+    assert layout.tp == 4
+    assert (layout.cuts.attention, layout.cuts.feed_forward) == ("heads", "ffn")
+    assert (layout.cuts.embed, layout.cuts.head) == ("vocab", "vocab")
+
+
+def test_it_finds_zero_3():
+    """Many sequences, and more state than a device holds unless all shard it."""
+    model = Model(name="many", hidden=2048, layers=4, heads=16, ffn=8192, vocab=8192)
+    workload = Workload(global_batch_size=16, seq_len=1024)
+    layout = fastest_stage(model, workload, priced_on("p3.16xlarge", 4), 4)
+    assert (layout.dp, layout.zero) == (4, 3)
+
+
+def test_it_finds_experts_over_ranks():
+    """Far more weights of experts than of all else."""
+    experts = Experts(num_experts=16, top_k=1, ffn=8192, every=1)
+    model = Model(name="wide", experts=experts, **SIZES)
+    workload = Workload(global_batch_size=8, seq_len=1024)
+    layout = fastest_stage(model, workload, priced_on("h100-hgx"), 4)
+    assert layout.expert_ranks == 4
+
+
+def test_the_plan_has_the_cuts_that_are_found_and_is_never_slower():
+    model = MODELS["moe"]
+    workload = Workload(global_batch_size=1, seq_len=1024)
+    costs = priced_on("h100-hgx", 3.2)
+    plan = search.find(model, workload, costs, num_devices=4)
+    with mock.patch.object(intra_op_parts, "fastest", lambda *_: None):
+        usual = search.find(model, workload, costs, num_devices=4)
+    space.check(model, workload, plan.layout)
+    assert plan.layout.cuts == Cuts(attention="whole")
+    assert plan.prediction.step_time_s < 0.99 * usual.prediction.step_time_s
+    assert plan.prediction.peak_memory_bytes <= costs.cluster.usable_bytes
