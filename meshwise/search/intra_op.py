@@ -275,18 +275,23 @@ def _walk(matrices: Sequence[Matrix], limit: float, bounds: _Bounds) -> Placemen
     fronts: list[list[_Step]] = [[(0.0, 0.0, None)] for _ in matrices[0]]
     for matrix, rest, lean in zip(matrices, rests[1:], leans[1:], strict=True):
         rest_of, lean_of = rest.tolist(), lean.tolist()
-        further = list[list[_Step]]()
+        valued = [
+            sorted([(_value(step[:2], weights), *step) for step in front], key=itemgetter(0))
+            for front in fronts
+        ]
+        fronts = []
         for end in range(len(matrix[0])):
             within, room = most - rest_of[end], limit - lean_of[end]
             steps = list[_Step]()
-            for labels, row in zip(fronts, matrix, strict=True):
+            for before, row in zip(valued, matrix, strict=True):
                 for seconds, size, choice in row[end]:
-                    for before_s, before, link in labels:
-                        total_s, total = before_s + seconds, before + size
-                        if total <= room and total_s + bounds.multiplier * total <= within:
-                            steps.append((total_s, total, (link, choice)))
-            further.append(_front(steps))
-        fronts = further
+                    up_to = within - _value((seconds, size), weights)
+                    for value, before_s, held, link in before:
+                        if value > up_to:
+                            break
+                        if held + size <= room:
+                            steps.append((before_s + seconds, held + size, (link, choice)))
+            fronts.append(_front(steps))
     until_s = bounds.most_s * (1 + _ROUNDING)
     ends = [step for front in fronts for step in front if step[0] <= until_s]
     if not ends:

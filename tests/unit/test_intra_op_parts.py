@@ -90,7 +90,7 @@ def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
     [
         ("gpt", "p3.16xlarge", None, {"dp": 2, "zero": 2, "microbatch_size": 4}),
         ("gpt", "h100-hgx", 2.6, {"microbatch_size": 8}),
-        ("llama", "p3.16xlarge", 2.5, {"dp": 2, "zero": 3, "microbatch_size": 4}),
+        ("llama", "p3.16xlarge", 2.5, {"dp": 2, "zero": 3, "num_microbatches": 4}),
         ("moe", "h100-hgx", 3.2, {"microbatch_size": 1, "num_microbatches": 8}),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from meshwise.prices.datasheet import Beside, Host, attainable, unmeasured
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
-from meshwise.search import balance, bound, pipeline, room, simulate, space
+from meshwise.search import balance, bound, intra_op_parts, pipeline, room, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.charges import Corrections, charges
 from meshwise.search.predict import EXCHANGE, memory_of, moved
@@ -1149,8 +1149,10 @@ def test_bounds_hold_where_sequences_are_shared(costs, monkeypatch, model):
 
 
 def test_a_plan_of_long_sequences_shares_them(costs, monkeypatch):
-    """One sequence for four ranks, whose memory does not hold it on one: against pricing all."""
+    """One sequence for four ranks, whose memory does not hold it on one: against pricing all that
+    have the usual cuts."""
     monkeypatch.setattr(space, "FEWEST_TOKENS", 128)
+    monkeypatch.setattr(intra_op_parts, "fastest", lambda *_: None)
     one = Workload(global_batch_size=1, seq_len=512)
     layouts, _ = legal_layouts(MODEL, one, costs, 4)
     prices = Prices(costs)
