@@ -13,8 +13,8 @@ transient, while this node or edge runs. With n microbatches, k of them in fligh
 - Elimination (``boundary``). A layer's graph is narrow. Its inner nodes are eliminated one by one:
   the sum of a node's costs and of its edges', over its placements, becomes one table of the
   neighbours. What is left is a matrix of all pairs of boundary placements. Its entries are labels
-  (seconds, bytes, choices): those that no other label beats in both. So memory is exact.
-- Powers (``_power``). n equal layers in a row are the n-th min-plus power of their matrix.
+  (n pace + once, resident + k held, choices), those that no other beats in both: memory is exact.
+- Powers (``_power``). Equal layers in a row are a min-plus power of their matrix.
 - Transient bytes (``solve``). The largest is guessed, as Alpa guesses the slowest stage: under each
   threshold, larger placements are left out, and the others have the rest of the limit.
 - Multipliers (``_between``). min of seconds + m bytes, less m limit, bounds the answer from below
@@ -146,7 +146,8 @@ def boundary(piece: GraphPiece, question: Question, most: float = math.inf) -> M
 def _labels(
     costs: Array, question: Question, most: float, node: int | None = None
 ) -> dict[tuple[int, ...], Front]:
-    """Return the label of each placement, or of each pair of them, that may be taken."""
+    """Return c_i as a label of each placement that may be taken, or c_ij as one of each pair:
+    n pace + once, and resident + k held."""
     pace_s, once_s, resident, held, transient = np.moveaxis(costs, -1, 0)
     seconds = question.num_microbatches * pace_s + once_s
     size = resident + question.in_flight * held
@@ -161,7 +162,8 @@ def _labels(
 def _joined(
     tables: Sequence[_Table], nodes: tuple[int, ...], gone: tuple[int, ...], sizes: Sequence[int]
 ) -> dict[tuple[int, ...], Front]:
-    """Add up tables into one of ``nodes``, over all placements of those that are ``gone``."""
+    """Return the sum of tables as one of ``nodes``: of the placements of those that are ``gone``,
+    those that no other beats."""
     found = dict[tuple[int, ...], Front]()
     for at in product(*[range(sizes[node]) for node in nodes]):
         labels = list[Label]()
@@ -191,7 +193,7 @@ def _front(labels: Iterable[_Any]) -> list[_Any]:
 
 
 def _thresholds(pieces: Sequence[GraphPiece]) -> list[float]:
-    """Return the transient bytes that can be the largest of a stage."""
+    """Return the values that max of transient can have."""
     each = [node[:, -1] for piece in pieces for node in piece.nodes[1:]]
     each += [edge[..., -1] for piece in pieces for edge in piece.edges.values()]
     needed = max(of.min() for of in each)
@@ -254,6 +256,7 @@ def _times(one: Array, two: Array, weights: tuple[float, float]) -> Array:
 
 
 def _power(matrix: Array, times: int, weights: tuple[float, float]) -> Array:
+    """Return the min-plus power of a matrix, by squaring."""
     found, square = matrix if times % 2 else None, matrix
     while times := times // 2:
         square = _times(square, square, weights)
@@ -269,8 +272,7 @@ def _walk(matrices: Sequence[Matrix], limit: float, bounds: _Bounds) -> Placemen
     rests, leans = [np.zeros(last)], [np.zeros(last)]
     for matrix in reversed(matrices):
         for least, of in ((rests, weights), (leans, (0.0, 1.0))):
-            value = _values(_chosen(matrix, of), of)
-            least.insert(0, (value + least[0]).min(axis=1))
+            least.insert(0, (_values(_chosen(matrix, of), of) + least[0]).min(axis=1))
     most = (bounds.most_s + bounds.multiplier * limit) * (1 + _ROUNDING)
     fronts: list[list[_Step]] = [[(0.0, 0.0, None)] for _ in matrices[0]]
     for matrix, rest, lean in zip(matrices, rests[1:], leans[1:], strict=True):

@@ -16,8 +16,9 @@ from meshwise.prices import Prices
 from meshwise.prices.datasheet import unmeasured
 from meshwise.search import bound, intra_op_parts, space
 from meshwise.search.intra_op import Cost
-from meshwise.search.intra_op_parts import WORDS, PartTable, fastest, with_cuts
+from meshwise.search.intra_op_parts import WORDS, PartTable, fastest, placed, with_cuts
 from meshwise.spec import Candidate, Cluster, Cuts, Decoder, Experts, Layout, Model, Workload
+from meshwise.spec.layout import Way
 from meshwise.verbs import files
 
 GIB = 2**30
@@ -106,6 +107,43 @@ def test_no_cuts_are_faster_by_more_than_a_hundredth(name, host, gib, given):
     found = fastest(model, WORKLOAD, layout, prices, limit)
     assert least_s <= found.prediction.step_time_s <= 1.01 * least_s
     assert found.prediction.peak_memory_bytes <= limit
+
+
+PIPELINES = [
+    Layout(pp=2, schedule="1f1b", dp=2, tp=2, zero=2, microbatch_size=2, num_microbatches=2),
+    Layout(pp=2, schedule="interleaved_1f1b", stages_per_rank=2, tp=2, microbatch_size=2,
+           num_microbatches=4, recompute="selective"),
+    Layout(pp=2, schedule="1f1b", meshes=((1, 4), (4, 1)), microbatch_size=4, num_microbatches=2,
+           layers=(3, 1), ways=(Way(recompute="full", cuts=Cuts(stream="seq")), Way(zero=3))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_each_rank_of_a_pipeline_has_cuts_of_its_own(name, layout, monkeypatch):
+    """They change nothing else. Both ends of a tied embedding stay as they are; a rank without tp
+    has no cuts; stages of one rank have the same."""
+    prices = Prices(priced_on("p3.16xlarge"), datasheet=True)
+    word = iter(itertools.cycle(["batch", "heads"]))
+    best = PartTable.best
+    monkeypatch.setattr(
+        PartTable, "best",
+        lambda *of: msgspec.structs.replace(best(*of), attention=next(word)),
+    )  # fmt: skip
+    found = [*placed(MODELS[name], WORKLOAD, layout, prices, 32 * GIB)]
+    assert len(found) == 2
+    for each in found:
+        space.check(MODELS[name], WORKLOAD, each)
+        for stage in range(layout.num_stages):
+            inside, before = each.of_stage(stage), layout.of_stage(stage)
+            same = {"cuts": before.cuts, "sequence_parallel": before.sequence_parallel}
+            assert msgspec.structs.replace(inside, **same) == before
+            if before.tp == 1:
+                assert inside.cuts == Cuts()
+            elif not layout.meshes:
+                assert inside.cuts.attention == ("batch", "heads")[stage % 2]
+            if name == "gpt":
+                assert (inside.cuts.embed, inside.cuts.head) == ("vocab", "vocab")
 
 
 def fastest_stage(model, workload, costs, num_devices):
