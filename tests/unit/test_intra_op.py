@@ -149,3 +149,20 @@ def check(seed):
 )
 def test_placements_are_the_best_of_all(seeds):
     assert sum(map(check, seeds)) > len(seeds) / 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_layers_in_a_row_are_placed_as_highs_places_them(seed):
+    """Six layers of five nodes whose costs are no whole numbers, with too little memory for the
+    fastest: too many placements to enumerate."""
+    random = np.random.default_rng(seed)
+    nodes = [random.random((size, 5)) for size in (3, 4, 4, 4, 3)]
+    pairs = [*itertools.pairwise(range(5)), (0, 4)]
+    edges = {(i, j): random.random((len(nodes[i]), len(nodes[j]), 5)) / 4 for i, j in pairs}
+    pieces, question = [GraphPiece(nodes, edges, 6)], Question(4, 2, 1e9)
+    fastest = solve(pieces, question)
+    question = question._replace(limit_bytes=0.8 * fastest.num_bytes)
+    placed = solve(pieces, question)
+    assert fastest.time_s < placed.time_s
+    assert placed.time_s == pytest.approx(programmed(pieces, question), rel=1e-6)
+    verify(pieces, question, placed)
