@@ -144,12 +144,15 @@ class Clocks(Record, kw_only=True):
 
 class Host(Record, kw_only=True):
     """Seconds that the host takes to launch an operation that is not compiled; a compiled layer,
-    forward or backward; and more for each message in such a layer."""
+    forward or backward; more for each message in such a layer; and for FSDP2's gather of a layer's
+    weights, and reduction of its gradients."""
 
     launch_s: PositiveFloat
     forward_s: PositiveFloat
     backward_s: PositiveFloat
     message_s: PositiveFloat
+    gather_s: PositiveFloat
+    reduce_s: PositiveFloat
     source: str
 
 

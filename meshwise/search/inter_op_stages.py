@@ -26,11 +26,12 @@ from meshwise.search.bound import (
     End,
     cut_of,
     end_work,
+    hooked_s,
     layer_work,
     side_by_side_s,
     traffic_of,
 )
-from meshwise.search.charges import beside_of
+from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
 from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
@@ -265,6 +266,7 @@ def _terms(
     """Yield, for each word of what may be computed again, the terms of each kind of layer, then of
     a stage beside its layers, and what the first and the last stage add to these."""
     cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
+    hooks = hooks_of(way, prices)
 
     def stage_bytes(
         kind: LayerKind, count: int, word: Recompute, first: bool = False, last: bool = False
@@ -280,7 +282,8 @@ def _terms(
     def layer(kind: LayerKind) -> Terms:
         work = layer_work(*about, cut, prices, (kind, NOTHING))
         whole, each = _sent(*about, way, prices, kind)
-        alone_s, together = work.both_s + each.copies_s, way.zero >= 2
+        hooks_s = hooked_s(*about, cut, prices, kind, hooks)
+        alone_s, together = work.both_s + hooks_s + each.copies_s, way.zero >= 2
         sent_s = each.messages_s if together else whole.messages_s
         beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
         pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
