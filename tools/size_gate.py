@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_155,
     "pages": 6_350,
     "parallel": 3_184,
-    "prices": 1_455,
+    "prices": 1_462,
     "probe": 7_014,
     "reshard": 5_094,
     "search": 4_061,
