@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from meshwise.prices.datasheet import Beside, Datasheet, attainable
+from meshwise.prices.datasheet import Beside, Datasheet, attainable, words_beside
 from meshwise.prices.evaluate import (
     FAR,
     SHARP,
@@ -331,13 +331,12 @@ class Prices:
     @cached_property
     def beside(self) -> Beside:
         """Speeds of work and data-parallel messages beside each other: of layers as measured, by
-        kind of message; else the figures that come with Meshwise."""
+        kind of message; else of operations, by class as well; else the figures that come with
+        Meshwise."""
         speeds: dict[str, list[tuple[float, float]]] = {}
         for of in self.costs.slowdowns:
-            if isinstance(of.like.compute, Block):
-                speeds.setdefault(of.like.collective.kind, []).append(
-                    (1 / of.compute, 1 / of.collective)
-                )
+            pair = words_beside(of.like.compute, of.like.collective.kind)
+            speeds.setdefault(pair, []).append((1 / of.compute, 1 / of.collective))
         means = {
             kind: (fmean(work for work, _ in each), fmean(message for _, message in each))
             for kind, each in speeds.items()
