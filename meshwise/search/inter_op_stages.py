@@ -34,7 +34,7 @@ from meshwise.search.charges import beside_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
 from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
 from meshwise.search.within import ANY, Space
-from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
+from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
 
 MOST = 50  # layouts returned
@@ -88,13 +88,26 @@ class Frame(NamedTuple):
     answers: dict[int, _Answer]
 
 
+class _Asked(NamedTuple):
+    """The settings that all frames of a search share."""
+
+    model: AnyModel
+    workload: Workload
+    prices: Prices
+    num_devices: int
+    within: Space
+    unit: int
+
+
 def frames(
     model: AnyModel, workload: Workload, prices: Prices, num_devices: int, within: Space = ANY
 ) -> list[Frame]:
     """Return all frames that have pipelines ``within`` a space, the most promising first."""
     known = not within.uniform and within.schedule in (None, "1f1b", "interleaved_1f1b")
     rows = space.divisors(workload.global_batch_size) if known else []
-    found = [_frame(model, workload, prices, num_devices, each, within) for each in rows]
+    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
+    asked = _Asked(model, workload, prices, num_devices, within, unit)
+    found = [_frame(asked, each) for each in rows]
     return sorted(
         [frame for frame in found if frame is not None],
         key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
@@ -129,19 +142,10 @@ def layouts(
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
-def _frame(
-    model: AnyModel,
-    workload: Workload,
-    prices: Prices,
-    num_devices: int,
-    rows: int,
-    within: Space,
-) -> Frame | None:
+def _frame(asked: _Asked, rows: int) -> Frame | None:
     """Return a frame, or None if it has no pipelines."""
-    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
-    problems = [*_problems(model, workload, prices.costs, num_devices, rows, unit, within)]
-    ways = _ways(model, workload, prices.costs.cluster, num_devices, rows, unit, within)
-    stages = _stages(model, workload, ways, prices, num_devices, unit, within) if problems else None
+    problems = [*_problems(asked, rows)]
+    stages = _stages(asked, _ways(asked, rows)) if problems else None
     if stages is None:
         return None
     ways, table = stages
@@ -157,20 +161,13 @@ def _unit(num_devices: int, per_host: int) -> int:
     return per_host * min(each for each in space.divisors(hosts) if hosts // each <= _UNITS)
 
 
-def _problems(
-    model: AnyModel,
-    workload: Workload,
-    costs: Costs,
-    num_devices: int,
-    rows: int,
-    unit: int,
-    within: Space,
-) -> Iterator[Problem]:
-    units, per_host = num_devices // unit, max(1, costs.cluster.num_devices_per_host // unit)
+def _problems(asked: _Asked, rows: int) -> Iterator[Problem]:
+    model, workload, prices, num_devices, within, unit = asked
+    cluster = prices.costs.cluster
+    units, per_host = num_devices // unit, max(1, cluster.num_devices_per_host // unit)
     most = min(units, within.num_auto_layers or model.layers, within.pp or units)
     count, exactly = workload.global_batch_size // rows, within.pp is not None
-    limit = costs.cluster.usable_bytes
-    about = (units, per_host, count)
+    limit, about = cluster.usable_bytes, (units, per_host, count)
     if most < 2 or schedule.check("1f1b", most, 1, count) is not None:
         return
     again = within.recompute in _WORDS
@@ -184,17 +181,11 @@ def _problems(
                 yield Problem(*about, ahead, limit, turns, exactly=True, recomputed=again)
 
 
-def _ways(
-    model: AnyModel,
-    workload: Workload,
-    cluster: Cluster,
-    num_devices: int,
-    rows: int,
-    unit: int,
-    within: Space,
-) -> list[Layout]:
+def _ways(asked: _Asked, rows: int) -> list[Layout]:
     """Return the ways to run a stage on some of the devices."""
-    host, moe = cluster.num_devices_per_host, bool(getattr(model, "experts", None))
+    model, workload, prices, num_devices, within, unit = asked
+    host = prices.costs.cluster.num_devices_per_host
+    moe = bool(getattr(model, "experts", None))
     count, found = workload.global_batch_size // rows, list[Layout]()
     for size in range(unit, num_devices, unit):
         if size > host and size % host:
@@ -207,24 +198,16 @@ def _ways(
                     shared, microbatch_size=rows * tp // size, num_microbatches=count
                 )
                 gains = inside.replicas == 1 and not (inside.zero == 1 == count)
-                if not within.has_stage(inside, size, host):
-                    continue
-                if gains and placement.obstacle(model, workload.seq_len, inside) is None:
+                wanted = gains and within.has_stage(inside, size, host)
+                if wanted and placement.obstacle(model, workload.seq_len, inside) is None:
                     found.append(inside)
     return found
 
 
-def _stages(
-    model: AnyModel,
-    workload: Workload,
-    ways: Sequence[Layout],
-    prices: Prices,
-    num_devices: int,
-    unit: int,
-    within: Space,
-) -> tuple[list[Layout], StageTable] | None:
+def _stages(asked: _Asked, ways: Sequence[Layout]) -> tuple[list[Layout], StageTable] | None:
     """Add up the terms of every stage. Return the ways that have a price and that no other on as
     many devices beats in all, with their table; None if there are none."""
+    model, workload, prices, num_devices, within, unit = asked
     kinds = layer_kinds(model, workload.seq_len)
     order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
     for way in ways:

@@ -123,13 +123,11 @@ def _prepared(
     name: str, cluster: Cluster, size: int, asked: Suite
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
     """List every case of a suite with its plan, or why it has none. ValueError if none has one."""
-    kind, cases = suites.kind(name), suites.cases(name, size)
-    needing = [case for case in cases if suite_search.is_searched(case, asked)]
-    known = suite_search.prices(cluster, asked) if needing else None
-    found = [
-        (case, prepared(kind, case, cluster, size, asked, known if case in needing else None))
-        for case in cases
-    ]
+    kind = suites.kind(name)
+    cases = [suite_search.asking(case, asked) for case in suites.cases(name, size)]
+    searching = any(case.parallel_mode == "search" for case in cases)
+    known = suite_search.prices(cluster, asked) if searching else None
+    found = [(case, prepared(kind, case, cluster, size, asked, known)) for case in cases]
     refused = [one for _, one in found if isinstance(one, ValueError)]
     if len(refused) == len(found):
         raise refused[0]

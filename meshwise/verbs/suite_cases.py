@@ -40,10 +40,10 @@ def prepared(
     known: PriceList | None = None,
 ) -> Prepared | ValueError:
     """Return the plan of a case, made smaller if asked to fit, or why there is none. ``known``:
-    prices, to search the layout by."""
+    prices, of a suite with searches."""
     inference, told = kind.endswith("_inference"), dict[str, Any]()
     try:
-        if known is not None:
+        if known is not None and case.parallel_mode == "search":
             layout, told = searched(case, size, known, asked)
         else:
             layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
@@ -70,7 +70,7 @@ def prepared(
             recipe=layouts.recipe(case),
         )
         given.check(plan)
-        if known is not None:
+        if known is not None and told:
             prediction = predicted(whole, case, known)
             plan = msgspec.structs.replace(plan, prediction=prediction)
     except ValueError as error:

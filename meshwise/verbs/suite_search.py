@@ -25,7 +25,7 @@ from meshwise.verbs import files
 from meshwise.verbs.plan import DEFAULT_COSTS, check_alike
 
 STAND_IN = "p3.16xlarge"  # the source's machine
-_FILES = ("profiling_database_filename", "cached_profile_result")  # --costs here
+_NO_WORDS = ("profiling_database_filename", "space")  # but --costs, and words of its own
 _TIMERS = (
     "stage-construction", "stage-construction-dp", "stage-construction-compilation",
     "stage-construction-profiling",
@@ -53,8 +53,16 @@ class PriceList(NamedTuple):
         return msgspec.structs.replace(self.costs, dtype="fp32") if is_fp32 else self.costs
 
 
-def is_searched(case: BenchmarkCase, asked: Suite) -> bool:
-    return bool(asked.space) or isinstance(case.parallel_args, SearchParallelArgs)
+def asking(case: BenchmarkCase, asked: Suite) -> BenchmarkCase:
+    """Return the case as one that asks for a search in the user's space, if there is one."""
+    if not asked.space:
+        return case
+    args, option = case.parallel_args, {"space": " ".join(asked.space)}
+    clusters = layouts.model(case).layers
+    if isinstance(args, SearchParallelArgs):
+        option, clusters = args.auto_stage_option | option, args.num_auto_layers
+    wanted = SearchParallelArgs(args.prefer_reduce_scatter, args.use_remat, clusters, option)
+    return case._replace(parallel_mode="search", parallel_args=wanted)
 
 
 def prices(cluster: Cluster, asked: Suite) -> PriceList:
@@ -79,14 +87,14 @@ def prices(cluster: Cluster, asked: Suite) -> PriceList:
 
 def words(case: BenchmarkCase, asked: Suite) -> list[str]:
     """Return the words of the space of a case, the user's last."""
-    args, option = case.parallel_args, dict[str, Any]()
+    args = case.parallel_args
+    assert isinstance(args, SearchParallelArgs)
     found = [f"num_micro_batches={case.num_micro_batches}", "cp=1", "schedule=1f1b"]
     found.append(f"recompute={'full' if args.use_remat else 'none'}")
     if not args.prefer_reduce_scatter:
         found += ["zero=0", "sequence_parallel=false"]
-    if isinstance(args, SearchParallelArgs):
-        option = args.auto_stage_option | {"num_auto_layers": args.num_auto_layers}
-    found += [f"{key}={value}" for key, value in option.items() if key not in _FILES]
+    option = args.auto_stage_option | {"num_auto_layers": args.num_auto_layers}
+    found += [f"{key}={value}" for key, value in option.items() if key not in _NO_WORDS]
     return [*found, *(["2d_shard"] if asked.shard_only else []), *asked.space]
 
 

@@ -63,6 +63,7 @@ def masked(lines):
     text = re.sub(r"(s|\(s\)|TFLOPs|\(GB\)): \d+\.\d+", r"\1: #", text)
     text = re.sub(r"\d{8}T\d{6}", "DATE", text)
     text = re.sub(r": \d+\.\d+ s$", ": # s", text, flags=re.MULTILINE)
+    text = re.sub(r"(stage-construction(-dp)?': ')\d+\.\d+", r"\1#", text)
     text = re.sub(r"(latencies: )\[.*\]", r"\1[#]", text)
     return re.sub(r"trace-\w+", "trace-ID", text)
 
@@ -92,10 +93,11 @@ def test_a_shrunken_suite_runs_to_its_end(family, golden):
 
 
 @pytest.mark.parametrize(("suite", "space"), [("gpt", ()), ("moe", ("uniform",))])
-def test_a_searched_case_runs_and_its_row_tells_the_search(suite, space, monkeypatch):
+def test_a_searched_case_runs_and_its_row_tells_the_search(suite, space, monkeypatch, golden):
     some_cases(monkeypatch, 2)
-    settings = Suite(niter=3, scale_to_fit=True, space=space)
-    (result,) = run_suite(f"{suite}.grid_search_auto", settings)
+    settings, lines = Suite(niter=3, scale_to_fit=True, space=space), []
+    (result,) = run_suite(f"{suite}.grid_search_auto", settings, lines.append)
+    golden(f"suite_search_{suite}.txt", masked(lines))
     assert result.status == "ok" and len(result.times_s) == 2
     layout = store.load(result.run_dir)[0].plan.layout
     (row,) = rows("default.tsv")

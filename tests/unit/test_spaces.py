@@ -6,12 +6,13 @@ import itertools
 import msgspec
 import pytest
 
-from meshwise import search, suites
+from meshwise import search, store, suites
 from meshwise.options.run import Suite
 from meshwise.prices import Prices, on_hosts, unmeasured
 from meshwise.search.space import legal_layouts, unchecked
 from meshwise.search.within import NAMES, Space, space_of
 from meshwise.spec import Cluster, Layout, Model, Workload
+from meshwise.suites import layouts, scale
 from meshwise.suites.case import GPTModelConfig, MoEModelConfig
 from meshwise.verbs import files, suite_search
 from tests.unit.test_inter_op import compositions
@@ -101,7 +102,7 @@ def balanced(layout, tolerance):
     whole = layout.num_devices
     for (*_, size), layers in zip(stages(layout), layout.stage_layers(MODEL.layers), strict=True):
         ratio = (size / whole) / (len(layers) / MODEL.layers)
-        if not 1 / (1 + tolerance) <= ratio * (1 + 1e-9) and ratio <= (1 + tolerance) * (1 + 1e-9):
+        if not 1 - 1e-9 <= ratio * (1 + tolerance) <= (1 + tolerance) ** 2 * (1 + 1e-9):
             return False
     return True
 
@@ -132,6 +133,21 @@ def test_uneven_pipelines_against_all_of_them(groups, tolerance):
                     least = min(least, told.step_time_s)
     assert balanced(layout, tolerance) and all(n.start % each == 0 for n in layout.stage_layers(8))
     assert search.predict(MODEL, WORKLOAD, layout, prices).step_time_s <= 1.01 * least
+
+
+@pytest.mark.parametrize(
+    ("layers", "tolerance", "fits"),
+    [
+        ((2, 6), 1.0, True),
+        ((2, 6), 0.99, False),  # half of the devices for a quarter of the FLOPs
+        ((5, 1, 1, 1), 1.5, True),
+        ((5, 1, 1, 1), 1.2, False),  # a quarter of the devices for five eighths
+    ],
+)
+def test_a_stage_s_devices_and_its_flops_go_together(layers, tolerance, fits):
+    layout = Layout(pp=len(layers), schedule="1f1b", layers=layers, num_microbatches=8)
+    within = space_of([f"stage_imbalance_tolerance={tolerance}"])
+    assert within.has_cut(MODEL, 512, layout) == fits
 
 
 def test_words_become_a_space_the_later_ones_in_place_of_earlier():
@@ -195,15 +211,18 @@ def test_a_searched_case_is_laid_out_as_it_asks(suite, devices):
 def test_any_case_is_searched_within_a_space_of_the_user():
     (case,) = suites.cases("gpt.perf_test_manual", 4)
     known = suite_search.PriceList(costs_of(), "a sheet")
-    found = {
-        word: suite_search.searched(case, 4, known, Suite(space=(word,))).layout
-        for word in ("zero-3", "shard-largest", "2d_shard", "uniform", "search")
-    }
+    found = {}
+    for word in ("zero-3", "shard-largest", "2d_shard", "uniform", "search"):
+        asked = Suite(space=(word,))
+        asking = suite_search.asking(case, asked)
+        assert asking.parallel_mode == "search" and f"'space': '{word}'" in str(asking)
+        found[word] = suite_search.searched(asking, 4, known, asked).layout
     assert (found["zero-3"].dp, found["zero-3"].zero) == (4, 3)
     assert found["shard-largest"].tp == 4 and found["2d_shard"].pp == 1
     assert all(layout.num_microbatches == 4 for layout in found.values())
-    alone = suite_search.searched(case, 4, known, Suite(shard_only=True, space=("search",)))
+    alone = suite_search.searched(asking, 4, known, Suite(shard_only=True))
     assert alone.layout.pp == 1
+    assert suite_search.asking(case, Suite()) == case
 
 
 def test_what_does_not_fit_is_searched_only_if_the_case_may_shrink():
@@ -214,3 +233,24 @@ def test_what_does_not_fit_is_searched_only_if_the_case_may_shrink():
     with pytest.raises(search.NoLayout, match="no layout of gpt-760m fits"):
         suite_search.searched(case, 2, known, Suite())
     assert suite_search.searched(case, 2, known, Suite(scale_to_fit=True)).layout.num_devices == 2
+
+
+def test_prices_are_those_measured_here_or_a_sheet_and_predict_what_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpus = files.take("h100-hgx", Cluster)
+    device = msgspec.structs.replace(gpus.device, name="a CPU", kind="cpu", peak_flops={})
+    cpus = msgspec.structs.replace(gpus, name="cpus", device=device)
+    sheet, foreign = (suite_search.prices(cluster, Suite()) for cluster in (gpus, cpus))
+    assert (sheet.name, sheet.of_here) == ("data sheet of h100-hgx", True)
+    assert (foreign.name, foreign.of_here) == ("data sheet of p3.16xlarge", False)
+    (case,) = suites.cases("gpt.perf_test_manual", 4)
+    whole = scale.Scaled(layouts.model(case), layouts.workload(case), layouts.layout(case, 4), ())
+    assert suite_search.predicted(whole, case, foreign) is None
+    told = suite_search.predicted(whole, case, sheet)
+    assert told == search.given(*whole[:2], unmeasured(gpus), whole.layout).prediction
+    store.write("costs.json", msgspec.structs.replace(unmeasured(gpus), dtype="fp32"))
+    assert suite_search.prices(gpus, Suite()).name == "costs.json"
+    with pytest.raises(ValueError, match="name is a CPU, but the costs are for"):
+        suite_search.prices(cpus, Suite())
+    (images,) = suites.cases("wresnet.perf_test_auto", 4)
+    assert [sheet.of(each).dtype for each in (case, images)] == ["bf16", "fp32"]
