@@ -18,7 +18,7 @@ import numpy as np
 from meshwise.models.counts import layer_flops
 from meshwise.spec import AnyModel, Layout, Record, layer_kinds
 from meshwise.spec.layout import Recompute, ScheduleName
-from meshwise.spec.record import Count, NonNegativeFloat
+from meshwise.spec.record import Count
 
 _ONE_MESH = {"pp": "1", "submeshes": "all"}
 NAMES: dict[str, dict[str, str]] = {  # of modes, then of spaces of physical and of logical shapes
@@ -56,7 +56,7 @@ class Space(Record, kw_only=True):
     uniform: bool = False
     submeshes: Literal["all", "power_of_two", "small_power_of_two"] = "all"
     same_as_physical: bool = False
-    stage_imbalance_tolerance: NonNegativeFloat | None = None
+    stage_imbalance_tolerance: Annotated[float, msgspec.Meta(ge=0)] | None = None
     num_auto_layers: Count | None = None
     dp: Count | None = None
     tp: Count | None = None
@@ -112,8 +112,8 @@ class Space(Record, kw_only=True):
 
     def is_edge(self, at: int, num_layers: int) -> bool:
         """Return whether a stage may begin or end at a layer."""
-        count = self.num_auto_layers
-        return count is None or at in {n * num_layers // count for n in range(count + 1)}
+        count = min(self.num_auto_layers or num_layers, num_layers)
+        return at in {n * num_layers // count for n in range(count + 1)}
 
     def shares(self, model: AnyModel, seq_len: int) -> np.ndarray | None:
         """Return the share of the FLOPs in the first 0, 1, ... layers; None if it does not

@@ -139,6 +139,7 @@ def test_uneven_pipelines_against_all_of_them(groups, tolerance):
     ("layers", "tolerance", "fits"),
     [
         ((2, 6), 1.0, True),
+        ((1, 7), "inf", True),
         ((2, 6), 0.99, False),  # half of the devices for a quarter of the FLOPs
         ((5, 1, 1, 1), 1.5, True),
         ((5, 1, 1, 1), 1.2, False),  # a quarter of the devices for five eighths
@@ -165,6 +166,8 @@ def test_words_become_a_space_the_later_ones_in_place_of_earlier():
         ("layer_profile_mode=x", "must be one of composition, individual"),
         ("zero=4", r"space = 'zero=4': .*<= 3"),
         ("tp=two", r"space = 'tp=two': Expected `int"),
+        ("stage_imbalance_tolerance=nan", "space = 'stage_imbalance_tolerance=nan'"),
+        ("num_auto_layers=0", "space = 'num_auto_layers=0': .*>= 1"),
         ("schedule=2f2b", "space = 'schedule=2f2b'"),
     ],
 )
