@@ -239,6 +239,15 @@ def test_any_case_is_searched_within_a_space_of_the_user():
     assert suite_search.asking(case, Suite()) == case
 
 
+@pytest.mark.parametrize(("scatters", "zero"), [(True, 2), (False, 0)])
+def test_without_reduce_scatter_nothing_is_sharded(scatters, zero):
+    asked, known = Suite(space=("pp=1", "dp=8")), suite_search.PriceList(costs_of(), "a sheet")
+    case = suites.cases("moe.perf_test_fast_2d", 8)[0]
+    args = case.parallel_args._replace(prefer_reduce_scatter=scatters)
+    asking = suite_search.asking(case._replace(parallel_args=args), asked)
+    assert suite_search.searched(asking, 8, known, asked).layout.zero == zero
+
+
 def test_what_does_not_fit_is_searched_only_if_the_case_may_shrink():
     case = suites.cases("gpt.grid_search_auto", 2)[0]
     device = msgspec.structs.replace(costs_of().cluster.device, memory_bytes=2**30)
