@@ -1,19 +1,20 @@
 """Count parameters, FLOPs by convention and activations saved for backward. No device is needed."""
 
 from collections import Counter
+from functools import cache
 from typing import Literal
 
 from meshwise.models import decoder, families
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, weights
 from meshwise.models.eager_cpu import on_cpu
-from meshwise.models.graph import Device, num_bytes, operation
+from meshwise.models.graph import Device, Graph, num_bytes, operation
 from meshwise.spec import (
     AnyModel,
-    Convolution,
-    Gemm,
     LanguageModel,
+    LayerKind,
     Model,
+    Shaped,
     WideResNet,
     Workload,
     layer_kinds,
@@ -54,12 +55,23 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
 
 def forward_flops(model: WideResNet, images: int) -> int:
     """Count the FLOPs of convolutions and head; a multiply-add counts as two."""
-    graph, flops = families.forward(model, 1, 1, "fp32"), 0
+    return images * _products(families.forward(model, 1, 1, "fp32"))
+
+
+@cache
+def layer_flops(model: AnyModel, seq_len: int, kind: LayerKind) -> int:
+    """Count the FLOPs of a layer's products and attention, forward, of one sequence or image."""
+    one = families.forward(model, 1, seq_len, "fp32", layers=(kind,), first=False, last=False)
+    return _products(one)
+
+
+def _products(graph: Graph) -> int:
+    flops = 0
     for node in graph.nodes:
         read, written = ([graph.tensors[x] for x in of] for of in (node.inputs, node.outputs))
         op = operation(node, read, written, graph.sizes)
-        flops += op.flops if isinstance(op, Gemm | Convolution) else 0
-    return images * flops
+        flops += op.flops if isinstance(op, Shaped) else 0
+    return flops
 
 
 def attention_width(model: LanguageModel) -> int:

@@ -16,9 +16,11 @@ from meshwise.options import (
     Time,
 )
 from meshwise.options.models import DECODERS, MODELS
+from meshwise.units import parse_bytes
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+_MOST_LOG2 = 62
 SentDtype = Literal[Dtype, "int8", "uint8", "int32", "int64"]
 
 _MODEL = (
@@ -74,6 +76,26 @@ class ProfileOptions(MeasureOptions):
     "How a model's blocks are run; by default compiled on GPUs and eager on CPUs."
     seq_len: Annotated[int | None, Range(1)] = None
     "Tokens in a sequence of the plan; 1024 on GPUs and 128 on CPUs by default."
+    max_comm_size_intra_node: Memory | None = None
+    "No larger messages within a host: bytes, as 4G, or up to 62 their base-2 logarithm, as 32."
+    max_comm_size_inter_node: Memory | None = None
+    "The same of messages between hosts."
+    efa: bool = False
+    "Let the ranks' libfabric use AWS EFA."
+    max_fail_retry: Annotated[int, Range(0)] = 0
+    "Measure cases that fail or hang so many times again, where no launcher started the ranks."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_comm_size_intra_node", "max_comm_size_inter_node"):
+            if (given := getattr(self, name)) is not None:
+                largest_bytes(given, name)  # what is no size is refused at once
+
+
+def largest_bytes(given: str | int, name: str = "") -> int:
+    """Read a size in bytes, or up to 62 its base-2 logarithm. ``name``: the option that has it."""
+    size = parse_bytes(str(given), name)
+    return 2**size if size <= _MOST_LOG2 else size
 
 
 @dataclass(frozen=True, kw_only=True)

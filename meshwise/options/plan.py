@@ -53,6 +53,11 @@ class PlanOptions(Options):
     )
     top: Annotated[int, Range(1)] = 10
     "How many layouts to keep."
+    space: tuple[str, ...] = ()
+    (
+        "Search only these layouts, as zero-3, uniform or data_parallel_only (Alpa's names), or "
+        "with a field as tp=4; may be repeated. docs/plan.md lists them."
+    )
     layout: SomeLayout | None = None
     (
         'Price this layout instead of searching, JSON or a file of it, for example {"pp": 2, '
@@ -92,7 +97,8 @@ class PlanOptions(Options):
             if (rate := getattr(self, name)) is not None and not 0 < rate < float("inf"):
                 raise ValueError(f"{name} = {rate}: must be > 0")
         sizing = [name for name in ("fewest", "deadline") if getattr(self, name)]
-        for name in (*sizing, *["what_if"] * self.what_if) if self.layout is not None else ():
+        searched = [name for name in ("what_if", "space") if getattr(self, name)]
+        for name in (*sizing, *searched) if self.layout is not None else ():
             raise ValueError(f"{name}: it searches, and a layout is given; leave one of them out")
         if sizing and self.gpus is not None:
             raise ValueError(

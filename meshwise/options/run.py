@@ -133,6 +133,13 @@ class Suite(RunOptions):
     "Name the suites, the sweeps, and the numbers of devices that they have cases for."
     sweep: str | None = None
     "Run a suite on every shape of the cluster, as the source's run_exp: gpt, moe_inference, ..."
+    space: tuple[str, ...] = ()
+    (
+        "Search each case's layout among these, as plan --space; without it only a case that asks "
+        "for a search is searched, in the space it names. May be repeated."
+    )
+    costs: File | None = None
+    "Prices for searches; by default costs.json if it exists, else data sheets."
     niter: int | None = None
     "Iterations of a case, 3 by default; the first, from 5 on the first two, are not counted."
     shard_only: bool = False

@@ -28,6 +28,7 @@ import msgspec
 from meshwise import files, store
 from meshwise.spec import (
     Attention,
+    Block,
     Cluster,
     Collective,
     Convolution,
@@ -87,7 +88,7 @@ class Beside(Record, kw_only=True):
     """Speeds of work and of a data-parallel collective while both run, each over its speed alone.
     ``products`` (attention and convolutions, too) and ``memory``-bound work: beside the collective.
     ``collective``: beside these. ``messages``: of both, if the work is another message.
-    ``measured``: of all other work, and of the collective, by its kind."""
+    ``measured``: of other work, and of the collective, by ``words_beside``."""
 
     products: PositiveFloat
     memory: PositiveFloat
@@ -100,8 +101,9 @@ class Beside(Record, kw_only=True):
         """Return the speeds of an operation and of the collective of a kind that runs beside it."""
         if isinstance(op, Collective):
             return self.messages, self.messages
-        if kind in self.measured:
-            return self.measured[kind]
+        for pair in (kind, words_beside(op, kind)):
+            if pair in self.measured:
+                return self.measured[pair]
         return self.products if isinstance(op, Shaped) else self.memory, self.collective
 
     @property
@@ -110,6 +112,12 @@ class Beside(Record, kw_only=True):
         usual = (max(self.products, self.memory), self.collective)
         work, collective = zip(usual, *self.measured.values(), strict=True)
         return max(work), max(collective)
+
+
+def words_beside(op: Op, kind: str) -> str:
+    """Return the name of a class of operation beside a kind of collective: ``gemm all_gather``, or
+    ``all_gather`` alone for layers, which stand for all classes."""
+    return kind if isinstance(op, Block) else f"{type(op).__name__.lower()} {kind}"
 
 
 class Clocks(Record, kw_only=True):
@@ -144,12 +152,15 @@ class Clocks(Record, kw_only=True):
 
 class Host(Record, kw_only=True):
     """Seconds that the host takes to launch an operation that is not compiled; a compiled layer,
-    forward or backward; and more for each message in such a layer."""
+    forward or backward; more for each message in such a layer; and for FSDP2's gather of a layer's
+    weights, and reduction of its gradients."""
 
     launch_s: PositiveFloat
     forward_s: PositiveFloat
     backward_s: PositiveFloat
     message_s: PositiveFloat
+    gather_s: PositiveFloat
+    reduce_s: PositiveFloat
     source: str
 
 

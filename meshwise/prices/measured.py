@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from meshwise.prices.datasheet import Beside, Datasheet, attainable
+from meshwise.prices.datasheet import Beside, Datasheet, attainable, words_beside
 from meshwise.prices.evaluate import (
     FAR,
     SHARP,
@@ -331,13 +331,12 @@ class Prices:
     @cached_property
     def beside(self) -> Beside:
         """Speeds of work and data-parallel messages beside each other: of layers as measured, by
-        kind of message; else the figures that come with Meshwise."""
+        kind of message; else of operations, by class as well; else the figures that come with
+        Meshwise."""
         speeds: dict[str, list[tuple[float, float]]] = {}
         for of in self.costs.slowdowns:
-            if isinstance(of.like.compute, Block):
-                speeds.setdefault(of.like.collective.kind, []).append(
-                    (1 / of.compute, 1 / of.collective)
-                )
+            pair = words_beside(of.like.compute, of.like.collective.kind)
+            speeds.setdefault(pair, []).append((1 / of.compute, 1 / of.collective))
         means = {
             kind: (fmean(work for work, _ in each), fmean(message for _, message in each))
             for kind, each in speeds.items()
@@ -389,12 +388,14 @@ class Prices:
         block: Block,
         tasks: Sequence[Placed],
         stretch: float | None = None,
+        hooks_s: float = 0.0,
     ) -> tuple[float, HeldOut | None]:
         """Return the time of a block over ``composed_s`` of its ``tasks``; 1 if none like it was
         measured, or if nothing at all was the ratio of language models' layers elsewhere (images:
-        1). A block like none measured takes at least what hosts usually take (``host_s``)."""
+        1). A block like none measured takes at least what hosts usually take (``host_s``).
+        ``hooks_s``: what the host does more around a block than where it was measured."""
         composed_s = self.composed_s(tasks, stretch)
-        host_s = self.host_s(block, tasks)
+        host_s = self.host_s(block, tasks) + hooks_s
         if self.datasheet is not None and self.nothing_measured:
             ratio = 1.0 if isinstance(block.model, WideResNet) else self.datasheet.known.block.ratio
             return float(slower_s(host_s, ratio * composed_s)) / composed_s, None
@@ -419,7 +420,7 @@ class Prices:
         if found.held_out.noisy:
             self._note(f"{name_of(found, self.costs.cluster)}: {TOO_NOISY}")
         ratio = _at_size(found, found.ratio, block)
-        host_s, device_s = _at_size(found, found.host_s, block), ratio * composed_s
+        host_s, device_s = _at_size(found, found.host_s, block) + hooks_s, ratio * composed_s
         time_s = float(slower_s(host_s, device_s))
         share = (host_s / time_s) ** SHARP  # of the host
         of_host = max(found.host_error, 0.0 if is_own else APART["host"])

@@ -32,9 +32,24 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
-from meshwise.search.charges import MESSAGES, beside_of, copies_take, spent_on
+from meshwise.search.charges import (
+    MESSAGES,
+    NO_HOOKS,
+    beside_of,
+    copies_take,
+    corrections,
+    spent_on,
+)
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
-from meshwise.search.stage import Layer, StageKind, graph_of, priced, stage_cost
+from meshwise.search.stage import (
+    Layer,
+    StageKind,
+    blocks_in,
+    graph_of,
+    pieces_of,
+    priced,
+    stage_cost,
+)
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
@@ -284,7 +299,8 @@ def layer_work(
 ) -> LayerWork:
     """Return the work of one layer, with the embedding (``first``) and the head (``last``)."""
     kind, word = of
-    return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
+    stage = StageKind(model, seq_len, (kind,), first, last, (word,), cut, False, hooked=False)
+    return _work(stage, prices)
 
 
 def end_work(
@@ -333,6 +349,27 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
+
+
+@lru_cache(maxsize=4096)
+def hooked_s(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    kind: LayerKind,
+    hooks: tuple[float, float],
+) -> float:
+    """Return the seconds that FSDP2's calls on the host add to a layer (``charges.hooks_of``)."""
+    stage = StageKind(model, seq_len, (kind,), False, False, (NOTHING,), cut, False, hooked=False)
+    blocks, pieces = blocks_in(stage, prices.costs.dtype), pieces_of(stage)
+    plain, hooked = (corrections(blocks, pieces, prices, of).factors for of in (NO_HOOKS, hooks))
+    work, added_s = _work(stage, prices), 0.0
+    for key in blocks:
+        if key[0][0] == "layer":
+            time_s = work.forward_s if key[1] == "forward" else work.backward_s
+            added_s += (hooked[key][0] / plain[key][0] - 1) * time_s
+    return added_s
 
 
 @lru_cache(maxsize=4096)

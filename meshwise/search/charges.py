@@ -21,6 +21,7 @@ from meshwise.spec import Block, Collective, HeldOut, Layout
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
 )  # fmt: skip
+NO_HOOKS = (0.0, 0.0)  # forward, backward
 Pieces = Callable[[Task], Piece]  # the block that holds a task
 Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
 
@@ -45,10 +46,13 @@ class Corrections(NamedTuple):
 
 
 def corrections(
-    blocks: Mapping[tuple[Piece, str], Block], pieces: Pieces, prices: Prices
+    blocks: Mapping[tuple[Piece, str], Block],
+    pieces: Pieces,
+    prices: Prices,
+    hooks: tuple[float, float] = NO_HOOKS,
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
-    and direction."""
+    and direction. ``hooks``: of FSDP2 around each layer, as of ``hooks_of``."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
     tasks = {key: block_tasks(block, device) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
@@ -56,9 +60,26 @@ def corrections(
         both.setdefault(piece, []).extend(tasks[piece, direction])
     stretch = {piece: prices.stretch_of(each) for piece, each in both.items()}
     factors = {
-        key: prices.factor(block, tasks[key], stretch[key[0]]) for key, block in blocks.items()
+        (piece, direction): prices.factor(
+            block,
+            tasks[piece, direction],
+            stretch[piece],
+            hooks[direction == "backward"] if block.part == "layer" else 0.0,
+        )
+        for (piece, direction), block in blocks.items()
     }
     return Corrections(factors, pieces, stretch)
+
+
+def hooks_of(inside: Layout, prices: Prices) -> tuple[float, float]:
+    """Return the seconds that the host takes for FSDP2's calls around a layer's forward and its
+    backward in every microbatch: a gather with ZeRO-3, and a reduction if each backward has one."""
+    if inside.data_ranks == 1 or prices.costs.cluster.device.kind == "cpu":
+        return NO_HOOKS
+    known = attainable().host
+    gather_s = known.gather_s * (inside.zero == 3)
+    reduces = inside.zero >= 2 or inside.num_microbatches == 1
+    return gather_s, gather_s + known.reduce_s * reduces
 
 
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:

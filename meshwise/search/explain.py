@@ -9,7 +9,7 @@ import msgspec
 
 from meshwise.models import program_of
 from meshwise.prices import Prices
-from meshwise.search.charges import corrections
+from meshwise.search.charges import corrections, hooks_of
 from meshwise.search.stage import StageKind, blocks_in, graph_of, kinds_of, pieces_of
 from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
@@ -35,7 +35,8 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
-    correct = corrections(blocks_in(kind, plan.dtype), pieces_of(kind), prices)
+    hooks = hooks_of(kind.layout, prices)
+    correct = corrections(blocks_in(kind, plan.dtype), pieces_of(kind), prices, hooks)
     rows: list[Explained] = []
     for task in program_of(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:

@@ -26,8 +26,9 @@ from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, roo
 from meshwise.search.charges import MESSAGES
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import SUMS, Peak
-from meshwise.search.space import check, legal_layouts, unchecked
+from meshwise.search.space import OUTSIDE, check, legal_layouts, unchecked
 from meshwise.search.stage import forms, views
+from meshwise.search.within import ANY, Space
 from meshwise.spec import (
     AnyModel,
     Candidate,
@@ -90,10 +91,11 @@ def find(
     num_devices: int,
     top: int = 10,
     measured_only: bool = False,
+    within: Space = ANY,
 ) -> Plan:
-    """Find the ``top`` fastest layouts that fit on ``num_devices``. If none of them is a pipeline,
-    add the fastest pipeline, since users compare with it. Operations that were not measured are
-    priced by the data sheet; with ``measured_only`` they are an error."""
+    """Find the ``top`` fastest layouts ``within`` a space that fit on ``num_devices``. If none of
+    them is a pipeline, add the fastest pipeline, since users compare with it. Operations that were
+    not measured are priced by the data sheet; with ``measured_only`` they are an error."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         hosts = -(-num_devices // cluster.num_devices_per_host)
@@ -101,16 +103,18 @@ def find(
             f"gpus = {num_devices}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
             f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
-    layouts, removed = legal_layouts(model, workload, costs, num_devices)
+    layouts, removed = legal_layouts(model, workload, costs, num_devices, within)
     log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
-    ladders = [
-        ladder for layout in layouts for ladder in _ladders(layout, model, workload.seq_len, prices)
-    ]
+    about = (model, workload.seq_len, prices, within)
+    found = [[*_ladders(layout, *about)] for layout in layouts]
+    ladders = [ladder for of_layout in found for ladder in of_layout]
+    if outside := found.count([]):
+        removed.append(Removal(constraint=f"cut or recomputed {OUTSIDE}", count=outside))
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
-    ranked = _with_uneven(model, workload, prices, ranked, num_devices)
+    ranked = _with_uneven(model, workload, prices, ranked, num_devices, within)
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and not layouts:
         raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
@@ -127,7 +131,8 @@ def find(
     if not any(candidate.layout.pp > 1 for candidate in kept):
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
         kept += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
-    kept = _in_best_cuts(model, workload, prices, kept, limit)
+    if within.sequence_parallel is None:  # cuts are not settled
+        kept = _in_best_cuts(model, workload, prices, kept, limit)
     kept = [_in_best_order(model, workload, prices, candidate, limit) for candidate in kept]
     best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
     return msgspec.structs.replace(
@@ -178,19 +183,18 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
 
 
 def _ladders(
-    layout: Layout, model: AnyModel, seq_len: int, prices: Prices
+    layout: Layout, model: AnyModel, seq_len: int, prices: Prices, within: Space
 ) -> Iterator[tuple[Layout, ...]]:
     """Yield the ladders of ``layout``: one with equal stages, one with stages balanced by time. A
     ladder is a layout with more and more recomputation, fastest first."""
-    ladder = _ladder(layout, model)
-    yield ladder
-    if layout.pp == 1:
-        return
-    equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
-    dealt = [(rung, balance.counts(model, seq_len, rung, prices)) for rung in ladder]
-    other = [unchecked(rung, layers=counts) for rung, counts in dealt if counts != equal]
-    if other:
-        yield tuple(other)
+    ladder, other = _ladder(layout, model), tuple[Layout, ...]()
+    if layout.pp > 1:
+        equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
+        dealt = [(rung, balance.counts(model, seq_len, rung, prices)) for rung in ladder]
+        other = tuple(unchecked(rung, layers=counts) for rung, counts in dealt if counts != equal)
+    for every in (ladder, other):
+        if kept := tuple(rung for rung in every if within.has_cut(model, seq_len, rung)):
+            yield kept
 
 
 def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
@@ -265,19 +269,22 @@ def _with_uneven(
     prices: Prices,
     uniform: list[Candidate],
     num_devices: int,
+    within: Space,
 ) -> list[Candidate]:
     """Add the uneven pipelines that fit and may be faster than the fastest uniform layout. The
     bytes that they were chosen by are a little too few: if one does not fit, choose again for a
     memory that is smaller by what it lacks, among those of its rows, until there is one."""
     limit, lacks = prices.costs.cluster.usable_bytes, dict[inter_op_stages.Rows, float]()
     ranked, known = list(uniform), {each.layout for each in uniform}
-    frames = inter_op_stages.frames(model, workload, prices, num_devices)
+    frames = inter_op_stages.frames(model, workload, prices, num_devices, within)
     for _ in range(_ROUNDS):
         cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
         chosen = inter_op_stages.layouts(frames, limit, lacks, cutoff_s)
         missing = dict[inter_op_stages.Rows, float]()
         for layout in [each for each in chosen if each not in known]:
             known.add(layout)
+            if within.schedule not in (None, layout.schedule):
+                continue
             _, peak = memory_of(model, workload, layout, prices)
             if peak.total_bytes > limit:
                 rows = layout.microbatch_size * layout.dp, layout.stages_per_rank

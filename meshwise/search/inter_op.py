@@ -57,7 +57,8 @@ class StageTable(NamedTuple):
 
 class Problem(NamedTuple):
     """The question put to a table. ``in_flight[s]``: microbatches of a stage with s stages behind
-    it; there are as many stages at most, or ``exactly`` so many."""
+    it; there are as many stages at most, or ``exactly`` so many. ``recomputed``: the table counts
+    every layer twice."""
 
     num_devices: int
     per_host: int
@@ -66,6 +67,7 @@ class Problem(NamedTuple):
     limit_bytes: float
     turns: int = 1
     exactly: bool = False
+    recomputed: bool = False
 
     def time_s(self, once_s: Any, pace_s: Any) -> Any:
         return once_s / self.turns + (self.num_microbatches - 1 / self.turns) * pace_s

@@ -26,14 +26,16 @@ from meshwise.search.bound import (
     End,
     cut_of,
     end_work,
+    hooked_s,
     layer_work,
     side_by_side_s,
     traffic_of,
 )
-from meshwise.search.charges import beside_of
+from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
 from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
-from meshwise.spec import AnyModel, Cluster, Costs, Cuts, LayerKind, Layout, Workload, layer_kinds
+from meshwise.search.within import ANY, Space
+from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
 
 MOST = 50  # layouts returned
@@ -87,10 +89,26 @@ class Frame(NamedTuple):
     answers: dict[int, _Answer]
 
 
-def frames(model: AnyModel, workload: Workload, prices: Prices, num_devices: int) -> list[Frame]:
-    """Return all frames that have pipelines, the most promising first."""
-    rows = space.divisors(workload.global_batch_size)
-    found = [_frame(model, workload, prices, num_devices, each) for each in rows]
+class _Asked(NamedTuple):
+    """The settings that all frames of a search share."""
+
+    model: AnyModel
+    workload: Workload
+    prices: Prices
+    num_devices: int
+    within: Space
+    unit: int
+
+
+def frames(
+    model: AnyModel, workload: Workload, prices: Prices, num_devices: int, within: Space = ANY
+) -> list[Frame]:
+    """Return all frames that have pipelines ``within`` a space, the most promising first."""
+    known = not within.uniform and within.schedule in (None, "1f1b", "interleaved_1f1b")
+    rows = space.divisors(workload.global_batch_size) if known else []
+    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
+    asked = _Asked(model, workload, prices, num_devices, within, unit)
+    found = [_frame(asked, each) for each in rows]
     return sorted(
         [frame for frame in found if frame is not None],
         key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
@@ -125,14 +143,10 @@ def layouts(
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
-def _frame(
-    model: AnyModel, workload: Workload, prices: Prices, num_devices: int, rows: int
-) -> Frame | None:
+def _frame(asked: _Asked, rows: int) -> Frame | None:
     """Return a frame, or None if it has no pipelines."""
-    unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
-    ways = _ways(model, workload, prices.costs.cluster, num_devices, rows, unit)
-    problems = [*_problems(model, workload, prices.costs, num_devices, rows, unit)]
-    stages = _stages(model, workload, ways, prices, unit) if problems else None
+    problems = [*_problems(asked, rows)]
+    stages = _stages(asked, _ways(asked, rows)) if problems else None
     if stages is None:
         return None
     ways, table = stages
@@ -148,34 +162,31 @@ def _unit(num_devices: int, per_host: int) -> int:
     return per_host * min(each for each in space.divisors(hosts) if hosts // each <= _UNITS)
 
 
-def _problems(
-    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, rows: int, unit: int
-) -> Iterator[Problem]:
-    units, per_host = num_devices // unit, max(1, costs.cluster.num_devices_per_host // unit)
-    most, count = min(units, model.layers), workload.global_batch_size // rows
-    limit = costs.cluster.usable_bytes
-    about = (units, per_host, count)
+def _problems(asked: _Asked, rows: int) -> Iterator[Problem]:
+    model, workload, prices, num_devices, within, unit = asked
+    cluster = prices.costs.cluster
+    units, per_host = num_devices // unit, max(1, cluster.num_devices_per_host // unit)
+    most = min(units, within.num_auto_layers or model.layers, within.pp or units)
+    count, exactly = workload.global_batch_size // rows, within.pp is not None
+    limit, about = cluster.usable_bytes, (units, per_host, count)
     if most < 2 or schedule.check("1f1b", most, 1, count) is not None:
         return
-    yield Problem(*about, [min(count, s + 1) for s in range(most)], limit)
-    for turns in _TURNS:
-        for pp in range(2, min(units, model.layers // turns) + 1):
+    again = within.recompute in _WORDS
+    ahead = [float(min(count, s + 1)) for s in range(most)]
+    yield Problem(*about, ahead, limit, exactly=exactly, recomputed=again)
+    for turns in _TURNS if within.schedule != "1f1b" else ():
+        for pp in range(most if exactly else 2, min(most, model.layers // turns) + 1):
             is_usual = pp <= _DEEP or units % pp == 0
             if is_usual and schedule.check("interleaved_1f1b", pp, turns, count) is None:
                 ahead = [min(count, (2 * s + 1 + (turns - 1) * pp) / turns) for s in range(pp)]
-                yield Problem(*about, ahead, limit, turns, exactly=True)
+                yield Problem(*about, ahead, limit, turns, exactly=True, recomputed=again)
 
 
-def _ways(
-    model: AnyModel,
-    workload: Workload,
-    cluster: Cluster,
-    num_devices: int,
-    rows: int,
-    unit: int,
-) -> list[Layout]:
+def _ways(asked: _Asked, rows: int) -> list[Layout]:
     """Return the ways to run a stage on some of the devices."""
-    host, moe = cluster.num_devices_per_host, bool(getattr(model, "experts", None))
+    model, workload, prices, num_devices, within, unit = asked
+    host = prices.costs.cluster.num_devices_per_host
+    moe = bool(getattr(model, "experts", None))
     count, found = workload.global_batch_size // rows, list[Layout]()
     for size in range(unit, num_devices, unit):
         if size > host and size % host:
@@ -188,23 +199,24 @@ def _ways(
                     shared, microbatch_size=rows * tp // size, num_microbatches=count
                 )
                 gains = inside.replicas == 1 and not (inside.zero == 1 == count)
-                if gains and placement.obstacle(model, workload.seq_len, inside) is None:
+                wanted = gains and within.has_stage(inside, size, host)
+                if wanted and placement.obstacle(model, workload.seq_len, inside) is None:
                     found.append(inside)
     return found
 
 
-def _stages(
-    model: AnyModel, workload: Workload, ways: Sequence[Layout], prices: Prices, unit: int
-) -> tuple[list[Layout], StageTable] | None:
+def _stages(asked: _Asked, ways: Sequence[Layout]) -> tuple[list[Layout], StageTable] | None:
     """Add up the terms of every stage. Return the ways that have a price and that no other on as
     many devices beats in all, with their table; None if there are none."""
+    model, workload, prices, num_devices, within, unit = asked
     kinds = layer_kinds(model, workload.seq_len)
     order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
     for way in ways:
         with suppress(ValueError):  # was not measured
             between = _between(model, workload, way, prices)
             for word, terms_of in _terms(model, workload.seq_len, way, prices, kinds):
-                priced.append((space.unchecked(way, recompute=word), terms_of, between))
+                if within.recompute in (None, "none", word):
+                    priced.append((space.unchecked(way, recompute=word), terms_of, between))
     if not priced:
         return None
     terms, beside = (np.asarray([each[at] for each in priced]) for at in (1, 2))
@@ -214,11 +226,19 @@ def _stages(
     each = terms[:, [order.index(kind) for kind in kinds]]
     inner, first, last = np.moveaxis(terms[:, len(order) :, None], 1, 0)
     sums = np.concatenate([np.zeros_like(each[:, :1]), np.cumsum(each, axis=1)], axis=1)
-    kind, start, stop = _kinds(kinds)
+    kind, start, stop = _kinds(kinds, within)
     of = sums[:, stop] - sums[:, start] + inner
     of[:, start == 0] += first
     of[:, stop == len(kinds)] += last
     pace_s, tail_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
+    if within.recompute is not None:  # nothing is left to choose
+        if within.recompute != "none":
+            pace_s, held = pace_s + slower_s, held - spared
+        slower_s = spared = np.zeros_like(spared)
+    if (shares := within.shares(model, workload.seq_len)) is not None:
+        of_devices = devices[:, None] * unit / num_devices
+        fair = within.is_balanced(of_devices, shares[stop] - shares[start])
+        pace_s = np.where(fair, pace_s, np.inf)
     table = StageTable(
         devices=devices,
         hops_s=beside[:, :2],
@@ -234,12 +254,13 @@ def _stages(
     return [priced[at][0] for at in kept], table
 
 
-def _kinds(layers: Sequence[LayerKind]) -> tuple[Array, Array, Array]:
+def _kinds(layers: Sequence[LayerKind], within: Space) -> tuple[Array, Array, Array]:
     """Return the kind of every stage, [start, stop], -1 where it is none or has all layers, and
     where the first of each kind starts and stops."""
+    edges = [at for at in range(len(layers) + 1) if within.is_edge(at, len(layers))]
     count, known = len(layers), dict[object, tuple[int, int, int]]()
     kind = np.full((count, count + 1), -1)
-    for start, stop in combinations(range(count + 1), 2):
+    for start, stop in combinations(edges, 2):
         if stop - start < count:
             of = (layers[start:stop], start == 0, stop == count)
             kind[start, stop] = known.setdefault(of, (len(known), start, stop))[0]
@@ -265,6 +286,7 @@ def _terms(
     """Yield, for each word of what may be computed again, the terms of each kind of layer, then of
     a stage beside its layers, and what the first and the last stage add to these."""
     cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
+    hooks = hooks_of(way, prices)
 
     def stage_bytes(
         kind: LayerKind, count: int, word: Recompute, first: bool = False, last: bool = False
@@ -280,7 +302,8 @@ def _terms(
     def layer(kind: LayerKind) -> Terms:
         work = layer_work(*about, cut, prices, (kind, NOTHING))
         whole, each = sent(*about, way, prices, kind)
-        alone_s, together = work.both_s + each.copies_s, way.zero >= 2
+        hooks_s = hooked_s(*about, cut, prices, kind, hooks)
+        alone_s, together = work.both_s + hooks_s + each.copies_s, way.zero >= 2
         sent_s = each.messages_s if together else whole.messages_s
         beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
         pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
@@ -355,7 +378,7 @@ def _layout(division: Division, ways: Sequence[Layout], problem: Problem, rows: 
     dealt = [space.equal_counts(stage.stop - stage.start, turns) for stage in division.stages]
     counts = [dealt[rank][turn] for turn in range(turns) for rank in range(pp)]
     words = [
-        _again(way.recompute, -(-stage.again // turns), count)
+        _again(way.recompute, count if problem.recomputed else -(-stage.again // turns), count)
         for stage, way, count in zip(division.stages * turns, chosen * turns, counts, strict=True)
     ]
     cut = {(way.sequence_parallel, way.cuts) for way in chosen if way.tp > 1}

@@ -210,7 +210,7 @@ class PartTable:
         inside, (kind, word) = self.inside, layer
         cut, shards = cut_of(with_cuts(inside, cuts)), inside.shards
         work = layer_work(*self.about, cut, self.prices, layer, first, last)
-        stage = StageKind(*self.about, (kind,), first, last, (word,), cut, False)
+        stage = StageKind(*self.about, (kind,), first, last, (word,), cut, False, hooked=False)
         spent, size = stage_cost(stage, self.prices), work.parameter_bytes
         sent_s, copies_s = [rate * size for rate in self.rates[kind]]
         each, once = (sent_s, 0.0) if inside.zero >= 2 else (0.0, sent_s)

@@ -8,6 +8,7 @@ memory of all its devices: wherever they lie, every element lies somewhere.
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from meshwise.models import num_parameters
 from meshwise.search.find import NoLayout, find
@@ -27,12 +28,12 @@ def counts(cluster: Cluster) -> list[int]:
 
 
 def fewest(
-    model: AnyModel, workload: Workload, costs: Costs, *, top: int, measured_only: bool = False
+    model: AnyModel, workload: Workload, costs: Costs, **how: Any
 ) -> tuple[Plan, tuple[DeviceCount, ...]]:
     """Return the fastest plan on the fewest devices on which the model fits, and all counts up to
-    it. If it fits on no count a NoLayout is raised."""
+    it. If it fits on no count a NoLayout is raised. ``how``: options of ``find``."""
     tried = list[DeviceCount]()
-    for plan, size in _tried(model, workload, costs, top, measured_only):
+    for plan, size in _tried(model, workload, costs, how):
         tried.append(size)
         if plan is not None:
             return plan, tuple(tried)
@@ -46,12 +47,11 @@ def cheapest(
     *,
     tokens: float,
     deadline_s: float,
-    top: int,
-    measured_only: bool = False,
+    **how: Any,
 ) -> tuple[Plan, tuple[DeviceCount, ...]]:
     """Return the plan that takes ``tokens`` (of images: so many) within ``deadline_s`` seconds in
     the fewest device hours, and all counts. If none does, or fits, a ValueError says so."""
-    found = [*_tried(model, workload, costs, top, measured_only)]
+    found = [*_tried(model, workload, costs, how)]
     sizes = tuple(size for _, size in found)
     planned = [(plan, size) for plan, size in found if plan is not None]
     if not planned:
@@ -70,7 +70,7 @@ def cheapest(
 
 
 def _tried(
-    model: AnyModel, workload: Workload, costs: Costs, top: int, measured_only: bool
+    model: AnyModel, workload: Workload, costs: Costs, how: dict[str, Any]
 ) -> Iterator[Tried]:
     """Yield the best plan of each count, or None, and what was found."""
     states = STATE_BYTES * num_parameters(model)
@@ -82,9 +82,7 @@ def _tried(
             continue
         log.info("%d device(s), count %d of up to %d", count, at, len(every))
         try:
-            plan = find(
-                model, workload, costs, num_devices=count, top=top, measured_only=measured_only
-            )
+            plan = find(model, workload, costs, num_devices=count, **how)
         except NoLayout as error:
             yield None, DeviceCount(num_devices=count, note=str(error))
             continue

@@ -23,10 +23,12 @@ from msgspec.structs import force_setattr
 
 from meshwise import schedule
 from meshwise.models import placement
+from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
+OUTSIDE = "outside the space asked for"
 FEWEST_TOKENS = 8192  # of a sequence on each rank, if the search shares sequences over cp
 
 MOST_STAGES = 8  # per rank; with more, a stage is only a few kernels
@@ -44,15 +46,16 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_layouts(
-    model: AnyModel, workload: Workload, costs: Costs, num_devices: int
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, within: Space = ANY
 ) -> tuple[list[Layout], list[Removal]]:
     """Return the legal layouts in a fixed order, and how many layouts each constraint removed."""
     removed = Reasons()
-    layouts = []
+    layouts, host = [], costs.cluster.num_devices_per_host
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
         reason = (
-            placement.obstacle(model, workload.seq_len, layout)
-            or nothing_gained(layout, costs.cluster.num_devices_per_host)
+            (OUTSIDE if within is not ANY and not within.has(layout, host) else None)
+            or placement.obstacle(model, workload.seq_len, layout)
+            or nothing_gained(layout, host)
             or cannot_run(layout, model, costs)
         )
         if reason is None:

@@ -35,7 +35,7 @@ from meshwise.models.apply import repeated
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
-from meshwise.search.charges import Pieces, beside_of, charges, corrections
+from meshwise.search.charges import NO_HOOKS, Pieces, beside_of, charges, corrections, hooks_of
 from meshwise.search.simulate import (
     Charge,
     Live,
@@ -69,7 +69,8 @@ UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 
 
 class StageKind(NamedTuple):
-    """A kind of stage. ``layout``: within the pipeline rank, with at most three microbatches."""
+    """A kind of stage. ``layout``: within the pipeline rank, with at most three microbatches.
+    ``hooked``: FSDP2 calls the host around each layer, if there are several data ranks."""
 
     model: AnyModel
     seq_len: int
@@ -79,6 +80,7 @@ class StageKind(NamedTuple):
     recompute: tuple[Recompute, ...]
     layout: Layout
     split: bool
+    hooked: bool = True
 
 
 class StageCost(NamedTuple):
@@ -176,7 +178,9 @@ def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], C
     """Return a stage's program, and what each of its tasks costs."""
     form, stands_for = _form(kind, prices)
     blocks = blocks_in(kind, prices.costs.dtype)
-    charge = charges(corrections(blocks, form.pieces, prices), prices)
+    hooks = hooks_of(kind.layout, prices) if kind.hooked else NO_HOOKS
+    correct = corrections(blocks, form.pieces, prices, hooks)
+    charge = charges(correct, prices)
     return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
 
 

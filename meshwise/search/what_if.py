@@ -13,7 +13,7 @@ A group that spans hosts counts as the network's, whatever it does inside of the
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -35,19 +35,20 @@ class Change(NamedTuple):
     note: str = ""
 
 
-def what_if(
-    plan: Plan, costs: Costs, *, top: int, measured_only: bool = False
-) -> tuple[WhatIf, ...]:
-    """Return the best plan after each change. ``costs``, ``top``: those that ``plan`` was searched
-    with."""
+def what_if(plan: Plan, costs: Costs, **how: Any) -> tuple[WhatIf, ...]:
+    """Return the best plan after each change. ``costs``, ``how``: the prices and options of
+    ``find`` that ``plan`` was searched with."""
     found, waiting = list[WhatIf](), list(changes(plan, costs))
     for number, change in enumerate(waiting, 1):
         log.info("what if: %s, search %d of %d", change.name, number, len(waiting))
         try:
             best = find(
-                plan.model, change.workload, change.costs, num_devices=plan.layout.num_devices,
-                top=top, measured_only=measured_only,
-            )  # fmt: skip
+                plan.model,
+                change.workload,
+                change.costs,
+                num_devices=plan.layout.num_devices,
+                **how,
+            )
         except NoLayout as error:
             found.append(WhatIf(change=change.name, note=str(error)))
             continue

@@ -146,10 +146,7 @@ def _meshes(case: BenchmarkCase) -> tuple[tuple[int, int], ...]:
     """Return (dp, tp) of each stage."""
     args = case.parallel_args
     if isinstance(args, SearchParallelArgs):
-        raise ValueError(
-            "parallel_mode = 'search': the search is not built yet; run a perf_test_auto suite, "
-            "whose plans Alpa's search found"
-        )
+        raise ValueError("parallel_mode = 'search': the case has no layout; search one")
     if isinstance(args, LoadSolutionParallelArgs):
         return tuple(args.submesh_logical_shapes)
     if isinstance(args, UniformParallelArgs):

@@ -87,6 +87,11 @@ def measure(
     )  # fmt: skip
     with recording.locked():
         _sweep(recording, request, size, asked)
+        retries = 0 if recording.job.launched else getattr(asked, "max_fail_retry", 0)
+        for _ in range(retries):
+            if failed := _failed(recording):
+                log.warning("%d case(s) failed and are measured again", len(failed))
+                _sweep(recording, request, size, asked, failed)
     return recording.path
 
 
@@ -284,9 +289,15 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     )
 
 
-def _sweep(recording: Recording, request: "SweepRequest", size: int, asked: MeasureOptions) -> None:
-    """Measure the cases that have no sample yet. Record a case that hangs. If we started the ranks,
-    start them again for the other cases."""
+def _sweep(
+    recording: Recording,
+    request: "SweepRequest",
+    size: int,
+    asked: MeasureOptions,
+    again: frozenset[str] = frozenset(),
+) -> None:
+    """Measure the cases that have no sample yet, and those with the ids ``again``. Record a case
+    that hangs. If we started the ranks, start them again for the other cases."""
     import msgspec
 
     from meshwise import launch
@@ -301,7 +312,7 @@ def _sweep(recording: Recording, request: "SweepRequest", size: int, asked: Meas
     budget_s = request.budget_s
     kept = f"what was measured is in {run_dir}, --resume continues"
     while True:
-        skip = _measured(recording)
+        skip = _measured(recording) - again
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
         if done and not job.launched:  # under a launcher all ranks go on: rank 0 decides
             log.info("all %d cases are measured already", len(request.cases))
@@ -316,52 +327,63 @@ def _sweep(recording: Recording, request: "SweepRequest", size: int, asked: Meas
                 if job.leads:
                     store.finish(run_dir, "running")
                 target = "meshwise.probe.sweep:measure_ranks"
-                with _graphs_alone(request):
+                with _environment(request, asked):
                     launch.run(target, todo, nproc=size, patience=asked.patience)
             return
         except launch.RanksFailed as failed:
-            goes_on = failed.hung and not job.launched and _record_hung(recording, str(failed))
-            if not (goes_on and restarts_left):
+            is_ours = failed.hung and not job.launched
+            hung = _record_hung(recording, str(failed)) if is_ours else None
+            if hung is None or not restarts_left:
                 raise
-            restarts_left -= 1
+            restarts_left, again = restarts_left - 1, again - {hung}
             if request.budget_s is not None:
                 budget_s = max(1.0, request.budget_s - (time.monotonic() - started))
             log.warning("%s; the ranks are started again for the other cases", failed)
 
 
+def _failed(recording: Recording) -> frozenset[str]:
+    """Return the ids of cases that failed or hung."""
+    samples = recording.samples().items()
+    return frozenset(name for name, sample in samples if sample.status in ("error", "hung"))
+
+
 @contextlib.contextmanager
-def _graphs_alone(request: "SweepRequest") -> Iterator[None]:
-    """Tell NCCL, before the ranks' first communicator, that nothing runs beside a graph with its
-    calls, as is so between cases: each call in a graph takes some 5 us less."""
-    name, graphs = "NCCL_GRAPH_MIXING_SUPPORT", any(c.regime == "graph" for c in request.cases)
-    if not graphs or name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
+def _environment(request: "SweepRequest", asked: MeasureOptions) -> Iterator[None]:
+    """Set what libraries must know before the ranks' first communicator, unless it is set. To NCCL:
+    nothing runs beside a graph with its calls, as is so between cases, which saves each call in a
+    graph some 5 us. To libfabric, with ``efa``: which provider to take."""
+    wanted = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    wanted = wanted if getattr(asked, "efa", False) else {}
+    if any(case.regime == "graph" for case in request.cases):
+        wanted["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
-def _record_hung(recording: Recording, reason: str) -> bool:
-    """Record the case under way as hung. Return False if there is none, or if too many hung."""
+def _record_hung(recording: Recording, reason: str) -> str | None:
+    """Record the case under way as hung. Return its id, or None if there is none or if too many
+    hung."""
     from meshwise.probe.sweep import CURRENT
 
     current = recording.path / CURRENT
     if not current.exists():
-        return False
+        return None
     try:
         case = store.read(current, Case)
     except ValueError as error:
         log.warning("%s; which case hung is not known", error)
-        return False
+        return None
     finally:
         current.unlink()
     if case.id not in _measured(recording):
         recording.append_failed(case, "hung", reason)
     last = [sample.status for sample in store.load(recording.path)[1][-MOST_HUNG:]]
-    return last != ["hung"] * MOST_HUNG
+    return None if last == ["hung"] * MOST_HUNG else case.id
 
 
 def _measured(recording: Recording) -> frozenset[str]:

@@ -7,6 +7,7 @@ all come from the data sheet. So do links between more hosts than were measured.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -89,19 +90,23 @@ def _searched(
     """Return the best plan, and the counts of devices that were tried if none was given."""
     from meshwise import search
 
-    top, measured_only = asked.top, asked.measured_only
+    how = _how(asked)
     if asked.fewest:
-        return search.fewest(model, workload, prices, top=top, measured_only=measured_only)
+        return search.fewest(model, workload, prices, **how)
     if asked.deadline_s is not None and asked.num_tokens is not None:
         return search.cheapest(
-            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s,
-            top=top, measured_only=measured_only,
-        )  # fmt: skip
+            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s, **how
+        )
     size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
-    found = search.find(
-        model, workload, prices, num_devices=size, top=top, measured_only=measured_only
-    )
-    return found, ()
+    return search.find(model, workload, prices, num_devices=size, **how), ()
+
+
+def _how(asked: PlanOptions) -> dict[str, Any]:
+    """Return the options of ``search.find``."""
+    from meshwise import search
+
+    within = search.space_of(asked.space)
+    return {"top": asked.top, "measured_only": asked.measured_only, "within": within}
 
 
 def _answered(
@@ -120,9 +125,7 @@ def _answered(
             search.why_not(plan, prices, layout, measured_only=asked.measured_only)
             for layout in others
         ),
-        what_if=search.what_if(plan, prices, top=asked.top, measured_only=asked.measured_only)
-        if asked.what_if
-        else (),
+        what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),
         sizes=sizes,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
@@ -167,14 +170,15 @@ def _prices(
         )
     found = files.prices(DEFAULT_COSTS if costs is None else costs)
     if described is not None:
-        _check_alike(found.cluster, described)
+        check_alike(found.cluster, described)
         hosts = described.num_hosts if hosts is None else hosts
     if hosts is None:
         return found
     return msgspec.structs.replace(found, cluster=on_hosts(found.cluster, hosts, described))
 
 
-def _check_alike(measured: Cluster, described: Cluster) -> None:
+def check_alike(measured: Cluster, described: Cluster) -> None:
+    """Refuse prices of other devices, or of hosts with another number of them."""
     for field, here, there in (
         ("device.name", measured.device.name, described.device.name),
         ("num_devices_per_host", measured.num_devices_per_host, described.num_devices_per_host),

@@ -16,7 +16,7 @@ from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
-from meshwise.verbs import measure, world
+from meshwise.verbs import measure, suite_search, world
 from meshwise.verbs.run import carry_out, new_run
 from meshwise.verbs.suite_cases import Prepared, prepared, too_large
 from meshwise.verbs.suite_results import INFERENCE_TSV, CaseResult, add_inference, phases, result
@@ -123,8 +123,11 @@ def _prepared(
     name: str, cluster: Cluster, size: int, asked: Suite
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
     """List every case of a suite with its plan, or why it has none. ValueError if none has one."""
-    kind, cases = suites.kind(name), suites.cases(name, size)
-    found = [(case, prepared(kind, case, cluster, size, asked)) for case in cases]
+    kind = suites.kind(name)
+    cases = [suite_search.asking(case, asked) for case in suites.cases(name, size)]
+    searching = any(case.parallel_mode == "search" for case in cases)
+    known = suite_search.prices(cluster, asked) if searching else None
+    found = [(case, prepared(kind, case, cluster, size, asked, known)) for case in cases]
     refused = [one for _, one in found if isinstance(one, ValueError)]
     if len(refused) == len(found):
         raise refused[0]
@@ -144,6 +147,8 @@ def _check(name: str, asked: Suite) -> None:
         raise ValueError(
             f"profile_stage_execution_time: {name} trains; it is for the suites of inference"
         )
+    if asked.space and suites.is_inference(name):
+        raise ValueError(f"space: {name} infers, and searches are for training; leave it out")
     if not Job.here().leads:
         return
     tsv.check(Path(f"{asked.exp_name}.tsv"), tsv.COLUMNS)

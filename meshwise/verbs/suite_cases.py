@@ -5,7 +5,7 @@ size that runs; or a ValueError, returned and not raised, that says why there is
 """
 
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
 from meshwise.suites.formulas import Counts
 from meshwise.verbs import given, memory
+from meshwise.verbs.suite_search import PriceList, predicted, searched
 
 _VOCAB = 128  # to time only the layers: embedding and head then take hardly any time
 _CPU_FLOPS = 2e11  # limit of an iteration on each CPU: takes seconds; what fits takes minutes
@@ -27,15 +28,25 @@ class Prepared(NamedTuple):
     plan: Plan
     counts: Counts
     changes: tuple[str, ...]
+    told: dict[str, Any] = {}  # what a search says in the table
 
 
 def prepared(
-    kind: str, case: BenchmarkCase, cluster: Cluster, size: int, asked: Suite
+    kind: str,
+    case: BenchmarkCase,
+    cluster: Cluster,
+    size: int,
+    asked: Suite,
+    known: PriceList | None = None,
 ) -> Prepared | ValueError:
-    """Return the plan of a case, made smaller if asked to fit, or why there is none."""
-    inference = kind.endswith("_inference")
+    """Return the plan of a case, made smaller if asked to fit, or why there is none. ``known``:
+    prices, of a suite with searches."""
+    inference, told = kind.endswith("_inference"), dict[str, Any]()
     try:
-        layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
+        if known is not None and case.parallel_mode == "search":
+            layout, told = searched(case, size, known, asked)
+        else:
+            layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
         model, workload = layouts.model(case), layouts.workload(case)
         whole = scale.Scaled(model, workload, layout, ())
         if kind == "gpt_no_embedding_inference":
@@ -59,10 +70,13 @@ def prepared(
             recipe=layouts.recipe(case),
         )
         given.check(plan)
+        if known is not None and told:
+            prediction = predicted(whole, case, known)
+            plan = msgspec.structs.replace(plan, prediction=prediction)
     except ValueError as error:
         return error
     images = model if isinstance(model, WideResNet) else None
-    return Prepared(case, plan, formulas.counts(case, kind, images), changes)
+    return Prepared(case, plan, formulas.counts(case, kind, images), changes, told)
 
 
 def too_large(one: Prepared, asked: RunOptions) -> str:

@@ -69,7 +69,10 @@ def result(
     counts, changes = (prepared.counts, prepared.changes) if prepared else (None, ())
     counts = counts or formulas.counts(case, suites.kind(name))
     tflops = formulas.tflops(counts.flops, fmean(times_s), size) if times_s else None
-    told = _metadata(case) if status == "ok" else {"status": status, "reason": reason}
+    searched = prepared.told if prepared else {}
+    told = _metadata(case, searched) if status == "ok" else {"status": status, "reason": reason}
+    predicted = prepared.plan.prediction if prepared else None
+    told |= {"predicted_s": f"{predicted.step_time_s:.3f}"} if predicted else {}
     told |= {"run": run_dir.name} if run_dir else {}
     told |= {"scaled": list(changes)} if changes else {}
     ran = tsv.Ran(
@@ -89,13 +92,14 @@ def result(
     )
 
 
-def _metadata(case: BenchmarkCase) -> dict[str, Any]:
-    """Return the source's keys. We compile nothing ahead, so compilation times are None."""
+def _metadata(case: BenchmarkCase, searched: dict[str, Any]) -> dict[str, Any]:
+    """Return the source's keys. Without a search, compilation times are None: nothing is compiled
+    ahead."""
     found = dict.fromkeys(("compilation_times", "compute_cost_file_name", *_SOLUTION))
     args = case.parallel_args
     if isinstance(args, LoadSolutionParallelArgs):
         found |= {key: getattr(args, field) for key, field in _SOLUTION.items()}
-    return found
+    return found | searched
 
 
 def add_inference(

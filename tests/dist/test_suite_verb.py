@@ -1,6 +1,8 @@
 """Suites and models without a priced plan, on two real ranks that the tests share."""
 
+import ast
 import csv
+import itertools
 import json
 import math
 import os
@@ -61,6 +63,7 @@ def masked(lines):
     text = re.sub(r"(s|\(s\)|TFLOPs|\(GB\)): \d+\.\d+", r"\1: #", text)
     text = re.sub(r"\d{8}T\d{6}", "DATE", text)
     text = re.sub(r": \d+\.\d+ s$", ": # s", text, flags=re.MULTILINE)
+    text = re.sub(r"(stage-construction(-dp)?': ')\d+\.\d+", r"\1#", text)
     text = re.sub(r"(latencies: )\[.*\]", r"\1[#]", text)
     return re.sub(r"trace-\w+", "trace-ID", text)
 
@@ -87,6 +90,31 @@ def test_a_shrunken_suite_runs_to_its_end(family, golden):
     for phase in ("setup_s", "data_s", "build_s", "compile_s", "timed_s"):
         assert sample.metrics[phase] > 0
     assert sample.metrics["timed_s"] >= sum(sample.times_s)
+
+
+@pytest.mark.parametrize(("suite", "space"), [("gpt", ()), ("moe", ("uniform",))])
+def test_a_searched_case_runs_and_its_row_tells_the_search(suite, space, monkeypatch, golden):
+    some_cases(monkeypatch, 2)
+    settings, lines = Suite(niter=3, scale_to_fit=True, space=space), []
+    (result,) = run_suite(f"{suite}.grid_search_auto", settings, lines.append)
+    golden(f"suite_search_{suite}.txt", masked(lines))
+    assert result.status == "ok" and len(result.times_s) == 2
+    layout = store.load(result.run_dir)[0].plan.layout
+    (row,) = rows("default.tsv")
+    assert "SearchParallelArgs(" in row["Parallel Config"]
+    told = ast.literal_eval(row["Metadata"])
+    times_s = ast.literal_eval(told["compilation_times"])
+    assert [name.removeprefix("stage-construction") for name in times_s] == [
+        "", "-dp", "-compilation", "-profiling"
+    ]  # fmt: skip
+    assert float(times_s["stage-construction"]) > 0
+    assert told["compute_cost_file_name"] == "data sheet of p3.16xlarge"
+    meshes = ast.literal_eval(told["logical_mesh_shapes"])
+    assert meshes == [[layout.dp, layout.tp]] * layout.pp
+    ids = ast.literal_eval(told["forward_stage_layer_ids"])
+    clusters = {"gpt": 6, "moe": 8}[suite]
+    assert [*itertools.chain(*ids)] == [*range(clusters)] and len(ids) == layout.pp
+    assert len(ast.literal_eval(told["submesh_shapes"])) == layout.pp
 
 
 def some_cases(monkeypatch, *wanted):

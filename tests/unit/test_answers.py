@@ -57,6 +57,10 @@ def main(arguments):
     return ended.value.code
 
 
+def oneline(printed):
+    return " ".join(printed.split())
+
+
 def text(found):
     return json.dumps(found, ensure_ascii=False)
 
@@ -98,7 +102,7 @@ def test_the_command_line_shows_and_keeps_why_not(capsys):
     assert main([*words, *why]) == 0
     out = capsys.readouterr().out
     assert "Why not dp2 tp4 mb16x1" in out and "Why not dp3 mb1x1" in out
-    assert re.search(r"mb16x1 loses .* ms: .* ms more tensor-parallel communication, ", out)
+    assert re.search(r"mb16x1 loses .* ms.* tensor-parallel communication", oneline(out))
     assert "cannot be planned: it is for 3 devices, and the plan for 8" in out
     kept = store.read("plan.json", Plan)
     assert [why.layout for why in kept.answers.why_not] == [NAMED, Layout(dp=3)]
@@ -151,7 +155,7 @@ def test_what_the_search_leaves_out_and_what_it_did_not_try():
     assert "The search does not try it: gpipe is 1f1b with more memory." in text(pages.of(plan))
     slow = meshwise.plan("gpt-125m", layout=NAMED, why_not=(plan.layout, NAMED), **SMALL)
     better, same = pages.of(slow)
-    assert re.search(r"gains .* less tensor-parallel communication, .* more ", text(better))
+    assert re.search(r"gains .* tensor-parallel communication", text(better))
     assert "did not try it" not in text(better)  # there was no search
     assert same.legend[0] == "It is the chosen plan."
 
@@ -207,7 +211,7 @@ def test_the_table_names_ties():
     assert "Row 2 ties with 1" in with_rows(True, False)
     assert tables.SHARED in with_rows(False)
     apart = with_rows(False, low_s=plan.prediction.high_s * 2)
-    assert "tie" not in apart
+    assert not re.search(r"\bties?\b", apart)
 
 
 def test_the_report_shows_answers():

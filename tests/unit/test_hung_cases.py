@@ -60,6 +60,20 @@ class TestHung:
         _, samples, _ = store.load(run_dir)
         assert samples[1].reason == ABSENT and not samples[1].times_s
 
+    def test_what_hung_is_measured_again_as_often_as_asked(self, measured, monkeypatch):
+        from meshwise.options.measure import ProfileOptions
+
+        monkeypatch.setattr("meshwise.probe.cases.profile.cases", lambda *_: self.cases)
+        self.hangs |= {self.cases[1], self.cases[4]}
+        meshwise.measure(ProfileOptions(max_fail_retry=2))
+        _, samples, _ = store.load(store.newest("runs", "measure-profile"))
+        assert [s.status for s in samples].count("hung") == 2
+        skipped = [len(request.skip) for request in self.starts]
+        assert skipped == [0, 2, 5, *[5, 6] * 2]
+        self.hangs.clear()
+        meshwise.measure(ProfileOptions(max_fail_retry=1))
+        assert [len(request.skip) for request in self.starts[7:]] == [0]
+
     def test_three_in_a_row_end_the_run(self, measured):
         from meshwise import launch
 

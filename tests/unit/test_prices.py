@@ -487,11 +487,16 @@ def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
     assert [(of.compute, of.collective) for of in found] == [(1.2, 4), (1.5, 3), (1.25, 1.75)]
     backward = msgspec.structs.replace(block, direction="backward")
     samples.append(beside(backward, "reduce_scatter", (2.0, 2.0)))
-    speeds = Prices(calibrate([(INFO, samples)])).beside.measured
-    assert speeds == {
-        "all_gather": (pytest.approx(1 / 1.2), 0.25),
-        "reduce_scatter": (pytest.approx((1 / 1.5 + 1 / 2) / 2), pytest.approx(5 / 12)),
-    }
+    samples.append(beside(product, "reduce_scatter", (4.0, 5.0)))
+    there = Prices(calibrate([(INFO, samples)])).beside
+    gather, reduce = (pytest.approx(1 / 1.2), 0.25), (pytest.approx(7 / 12), pytest.approx(5 / 12))
+    for op in (product, Elementwise(kind="copy", read_bytes=8, write_bytes=8)):
+        assert there.speed(op, "all_gather") == gather
+        assert there.speed(op, "reduce_scatter") == reduce
+    alone = Prices(calibrate([(INFO, samples[-1:])])).beside  # without layers
+    assert alone.speed(product, "reduce_scatter") == (0.25, 0.2)
+    assert alone.speed(op, "reduce_scatter") == (alone.memory, alone.collective)
+    assert alone.speed(product, "all_gather") == (alone.products, alone.collective)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

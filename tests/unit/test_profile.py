@@ -1,6 +1,7 @@
 """The cases of a profile: what must be there, in which order, under which name."""
 
 import functools
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -40,7 +41,7 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.label import label
-from meshwise.verbs.measure import _within
+from meshwise.verbs.measure import _environment, _within
 
 MODEL = Model(hidden=96, layers=2, heads=6, ffn=384, vocab=1000, max_seq_len=256)
 
@@ -256,6 +257,49 @@ def test_reductions_are_measured_in_the_dtypes_of_a_step():
     for kind in ("all_reduce", "reduce_scatter", "all_gather", "send_recv"):
         dtypes = {dtype for of, dtype in found if of == kind}
         assert dtypes == ({"bf16", "fp32"} if "reduce" in kind else {"bf16"})
+
+
+@pytest.mark.parametrize(("within", "between"), [("20", "64K"), ("1M", 16), (None, "16")])
+def test_messages_are_no_larger_than_asked_within_a_host_and_between(within, between):
+    """2 hosts of 2 GPUs: a group with ranks of both is between them."""
+    cluster = msgspec.structs.replace(a_cluster("cuda", 4), num_hosts=2, num_devices_per_host=2)
+    scope = Scope(cluster, 4, "bf16")
+    asked = {"max_comm_size_intra_node": within, "max_comm_size_inter_node": between}
+    every = profile.cases(scope, ProfileOptions(model=(MODEL,)))
+
+    def message(case):
+        return case.op.collective if isinstance(case.op, Overlap) else case.op
+
+    def fits(op):
+        if not isinstance(op, Collective):
+            return True
+        ranks = range(0, op.group_size * op.group_stride, op.group_stride)
+        crosses = len({rank // 2 for rank in ranks}) > 1
+        return op.size_bytes <= (2**16 if crosses else 2**20 if within else 2**62)
+
+    found = profile.cases(scope, ProfileOptions(model=(MODEL,), **asked))
+    assert found == [case for case in every if fits(message(case))]
+    assert len({fits(message(case)) for case in every}) == 2
+
+
+def test_a_size_that_is_none_is_refused_at_once():
+    with pytest.raises(ValueError, match="max_comm_size_inter_node = 'x': is not understood"):
+        ProfileOptions(max_comm_size_inter_node="x")
+
+
+@pytest.mark.parametrize(("efa", "before"), [(False, None), (True, None), (True, "tcp")])
+def test_efa_is_asked_of_libfabric_unless_the_user_asks_otherwise(efa, before, monkeypatch):
+    monkeypatch.delenv("FI_PROVIDER", raising=False)
+    if before:
+        monkeypatch.setenv("FI_PROVIDER", before)
+    pytest.importorskip("torch")
+    from meshwise.probe.sweep import SweepRequest
+
+    asked, request = ProfileOptions(efa=efa), SweepRequest(cases=(), run_dir="")
+    with _environment(request, asked):
+        assert os.environ.get("FI_PROVIDER") == (before or ("efa" if efa else None))
+        assert ("FI_EFA_USE_DEVICE_RDMA" in os.environ) == efa
+    assert os.environ.get("FI_PROVIDER") == before
 
 
 def test_too_large_a_world_is_refused():

@@ -172,7 +172,9 @@ class TestRun:
             ("run --model gpt-30m --mode decode --new-tokens 1", "--new-tokens = 1: must be >= 2"),
             ("run --suite gpt.perf_tes_auto", "did you mean gpt.perf_test_auto?"),
             ("run --suite unet.perf_test_auto", "UNet is not built"),
-            ("run --suite gpt.grid_search_auto", "the search is not built yet"),
+            ("run --suite gpt.grid_search_auto --space zero-4", "did you mean zero-3?"),
+            ("run --suite gpt.grid_search_auto --costs lost.json", "lost.json does not exist"),
+            ("run --suite moe_inference.profile --space uniform", "searches are for training"),
             ("run --suite gpt.perf_test_fast_2d", "has no case for 4 GPUs; it has cases for 1, 8"),
             ("run --suite gpt.perf_test_manual --niter 1", "niter = 1: must be >= 2"),
             ("run --suite gpt.perf_test_manual --shard-only", "run it without --shard-only"),
@@ -196,7 +198,7 @@ class TestRun:
                 "run --sweep gpt --niter 2 --gpus 2",
                 "--sweep has its own; leave out --niter, --gpus",
             ),
-            ("run --suite gpt.grid_search_auto --dry-run", "the search is not built yet"),
+            ("run --suite gpt.grid_search_auto --space pp=3 --space tp=4 --dry-run", "is legal"),
             ("run --sweep moe_inference --niter 3 --dry-run", "leave out --niter\n"),
             (
                 "run --model gpt-30m --niter 3",
@@ -263,7 +265,7 @@ class TestSuites:
         out = capsys.readouterr().out
         assert "gpt.perf_test_manual" in out and "1, 4, 8, 64" in out
         assert out.count("not built: UNet") == 2 and "gpt_inference_streaming" in out
-        assert out.count("not built yet: search") == 4 + 3  # suites, and the sweeps of them
+        assert out.count("not built") == 2
         assert "gpt.tmp_auto" in out and "none" not in out
         assert call("run", "--list-suites", "--json") == 0
         first, *_ = json.loads(capsys.readouterr().out)["suites"]
@@ -287,7 +289,6 @@ class TestSuites:
         assert call("run", "--sweep", "gpt_inference", "--dry-run", "--json") == 0
         document = json.loads(capsys.readouterr().out)
         assert [case["devices"] for case in document] == [4] * 60 + [2] * 40 + [1] * 20
-        assert call("run", "--sweep", "gpt", "--dry-run") == 2
         assert set(Path().iterdir()) == before
 
     def test_what_cannot_fit_is_marked(self):
@@ -334,13 +335,15 @@ class TestSuites:
         with pytest.raises(ValueError, match=r"mine\.tsv has other columns"):
             run_suite("gpt.perf_test_manual", Suite(exp_name="mine"))
 
-    def test_a_sweep_whose_cases_all_lack_something_is_refused_at_once(self):
+    @pytest.mark.parametrize("name", ["gpt", "moe"])
+    def test_a_sweep_of_searches_has_a_plan_for_each_case(self, name, caplog):
         lines = []
-        with pytest.raises(
-            ValueError, match=r"no case of gpt\.grid_search_auto can run \(not built"
-        ):
-            swept("gpt", Suite(), lines.append, run_suite)
-        assert not lines
+        found = swept(name, Suite(scale_to_fit=True), lines.append, listed)
+        assert [*found] == [4, 2] and len(lines) == 6  # of the eight shapes
+        for size, cases in found.items():
+            assert all(plan.layout.num_devices == size for _, plan, _ in cases)
+            assert all(plan.prediction is None for _, plan, _ in cases)  # priced as V100s
+        assert "layouts are searched by the data sheet of p3.16xlarge" in caplog.text
 
     def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):
         monkeypatch.setattr(Job, "here", lambda: Job(launched=True))

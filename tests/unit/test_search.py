@@ -69,7 +69,7 @@ CUTS = {
 }  # fmt: skip
 
 
-AT_ONCE = Host(launch_s=1e-12, forward_s=1e-12, backward_s=1e-12, message_s=1e-12, source="")
+AT_ONCE = Host(**{name: 1e-12 for name in Host.__struct_fields__ if name != "source"}, source="")
 KNOWN = msgspec.structs.replace(attainable(), host=AT_ONCE)
 ALONE = msgspec.structs.replace(  # as if nothing slowed anything else down
     KNOWN,
@@ -81,7 +81,8 @@ ALONE = msgspec.structs.replace(  # as if nothing slowed anything else down
 @pytest.fixture(autouse=True)
 def _hosts_that_launch_at_once(monkeypatch):
     """The models here are so small that hosts would take all the time."""
-    monkeypatch.setattr("meshwise.prices.measured.attainable", lambda: KNOWN)
+    for module in ("prices.measured", "search.charges"):
+        monkeypatch.setattr(f"meshwise.{module}.attainable", lambda: KNOWN)
 
 
 @pytest.fixture(scope="module")

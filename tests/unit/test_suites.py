@@ -117,18 +117,12 @@ def test_the_text_of_a_case_is_the_source_s():
 
 def test_what_cannot_run_says_why():
     found = {name: suites.missing(name) for name in suites.names()}
-    assert {name for name, why in found.items() if "search" in why} == {
-        "gpt.grid_search_auto",
-        "gpt.correctness_test_auto",
-        "moe.grid_search_auto",
-        "wresnet.grid_search_auto",
-    }
     assert [name for name, why in found.items() if "empty" in why] == [
         "gpt.tmp_auto",
         "moe.tmp_auto",
     ]
     assert all("UNet" in found[name] for name in found if name.startswith("unet"))
-    assert list(found.values()).count("") == 12
+    assert list(found.values()).count("") == 16
 
 
 @pytest.mark.parametrize(
@@ -219,7 +213,7 @@ def test_every_case_has_a_legal_layout_on_its_devices(name):
     for num_devices in suites.device_counts(name):
         for case in suites.cases(name, num_devices):
             if case.parallel_mode == "search":
-                with pytest.raises(ValueError, match="search is not built yet"):
+                with pytest.raises(ValueError, match="the case has no layout; search one"):
                     layouts.layout(case, num_devices)
                 continue
             inference = suites.is_inference(name)

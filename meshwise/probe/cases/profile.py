@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
-from meshwise.options.measure import ProfileOptions
+from meshwise.options.measure import ProfileOptions, largest_bytes
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
@@ -177,11 +177,23 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
     found: dict[tuple[object, ...], tuple[Case, str]] = {}
     rounds = (part(profile, planned, messages) for part in (_round_0, _round_1, _round_2, _round_3))
     for op, use in itertools.chain.from_iterable(rounds):
+        if _is_too_large(op, cluster, asked):
+            continue
         run = in_step(op, cluster, profile.lowering)
         category, coordinates = op_key(op, run, cluster)
         case = Case(op=op, world_size=world_size, **run._asdict())
         found.setdefault((category, *coordinates.values()), (case, use))
     return list(found.values())
+
+
+def _is_too_large(op: Op, cluster: Cluster, asked: ProfileOptions) -> bool:
+    message = op.collective if isinstance(op, Overlap) else op
+    if not isinstance(message, Collective):
+        return False
+    span = (message.group_size - 1) * message.group_stride + 1
+    within, between = asked.max_comm_size_intra_node, asked.max_comm_size_inter_node
+    most = within if span <= cluster.num_devices_per_host else between
+    return most is not None and message.size_bytes > largest_bytes(most)
 
 
 def profile_of(scope: Scope, lowering: Lowering | None, seq_len: int | None) -> Profile:
