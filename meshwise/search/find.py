@@ -131,9 +131,7 @@ def find(
     if not any(candidate.layout.pp > 1 for candidate in kept):
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
         kept += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
-    if within.sequence_parallel is None:  # cuts are not settled
-        kept = _in_best_cuts(model, workload, prices, kept, limit)
-    kept = [_in_best_order(model, workload, prices, candidate, limit) for candidate in kept]
+    kept = _refined(model, workload, prices, kept, within)
     best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
@@ -300,11 +298,13 @@ def _with_uneven(
     return ranked
 
 
-def _in_best_cuts(
-    model: AnyModel, workload: Workload, prices: Prices, kept: list[Candidate], limit: float
+def _refined(
+    model: AnyModel, workload: Workload, prices: Prices, kept: list[Candidate], within: Space
 ) -> list[Candidate]:
-    """Return the candidates, some with faster cuts: those that would be the fastest of all without
-    their messages between tp ranks, as long as few tables of parts are needed."""
+    """Return the candidates, some with faster cuts, all with the fastest order of their sums. Cuts
+    are looked for where a layout would be the fastest of all without its messages between tp ranks,
+    as long as few tables of parts are needed, and not where the space asks for usual ones."""
+    limit = prices.costs.cluster.usable_bytes
     best_s, tables = min(each.prediction.step_time_s for each in kept), set[Layout]()
     found = dict[Layout, Candidate]()
 
@@ -314,7 +314,8 @@ def _in_best_cuts(
 
     for candidate in sorted(kept, key=alone_s):
         cut = {bound.cut_of(view) for view in views(candidate.layout) if view.tp > 1}
-        if cut and alone_s(candidate) < best_s and len(tables | cut) <= _TABLES:
+        is_free = within.sequence_parallel is None and len(tables | cut) <= _TABLES
+        if cut and is_free and alone_s(candidate) < best_s:
             tables |= cut
             with suppress(ValueError):  # something was not measured
                 other = intra_op_parts.fastest(model, workload, candidate.layout, prices, limit)
@@ -322,7 +323,7 @@ def _in_best_cuts(
                 if other is not None and other.prediction.step_time_s < slowest_s:
                     candidate = other
         found.setdefault(candidate.layout, candidate)
-    return [*found.values()]
+    return [_in_best_order(model, workload, prices, each, limit) for each in found.values()]
 
 
 def _in_best_order(

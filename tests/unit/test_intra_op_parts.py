@@ -17,6 +17,7 @@ from meshwise.prices.datasheet import unmeasured
 from meshwise.search import bound, intra_op_parts, space
 from meshwise.search.intra_op import Cost
 from meshwise.search.intra_op_parts import WORDS, PartTable, fastest, placed, with_cuts
+from meshwise.search.within import Space
 from meshwise.spec import Candidate, Cluster, Cuts, Decoder, Experts, Layout, Model, Workload
 from meshwise.spec.layout import Way
 from meshwise.verbs import files
@@ -210,3 +211,6 @@ def test_the_plan_has_the_cuts_that_are_found_and_is_never_slower():
     assert plan.layout.cuts == Cuts(attention="whole")
     assert plan.prediction.step_time_s < 0.99 * usual.prediction.step_time_s
     assert plan.prediction.peak_memory_bytes <= costs.cluster.usable_bytes
+    within = Space(sequence_parallel=False)
+    asked = search.find(model, workload, costs, num_devices=4, within=within)
+    assert asked.layout.cuts == Cuts()
