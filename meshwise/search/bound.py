@@ -23,8 +23,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import msgspec
-
 from meshwise import schedule
 from meshwise.models import ENTRY, program_of
 from meshwise.models.graph import num_bytes
@@ -34,6 +32,7 @@ from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
 from meshwise.search.charges import MESSAGES, beside_of, copies_take, spent_on
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.space import unchecked
 from meshwise.search.stage import Layer, StageKind, graph_of, priced, stage_cost
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
@@ -302,7 +301,7 @@ def end_work(
     return layer_work(*about, layer, first, last).plus(layer_work(*about, layer), -1)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _work(kind: StageKind, prices: Prices) -> LayerWork:
     """Price a stage of one layer on one device or its tp group, without data parallelism. If its
     result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
@@ -335,15 +334,23 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     )
 
 
-@lru_cache(maxsize=4096)
 def traffic_of(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[DataTraffic, DataTraffic]:
-    """Return the traffic of a layer, and of the root."""
+    """Return the traffic of a layer, and of the root. It moves weights, so that the size of
+    microbatches and what is computed again do not matter."""
+    plain = {"microbatch_size": 1, "recompute": "none", "recompute_layers": None}
+    return _traffic(model, seq_len, kind, unchecked(inside, **plain), last, prices)
+
+
+@lru_cache(maxsize=16384)
+def _traffic(
+    model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
+) -> tuple[DataTraffic, DataTraffic]:
     count = min(3, inside.num_microbatches)  # the second stands for all between first and last
-    some = msgspec.structs.replace(inside, num_microbatches=count)
+    some = unchecked(inside, num_microbatches=count)
     stage = StageKind(model, seq_len, (kind,), True, last, (), some, False)
-    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype)
+    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype, idle=True)
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
     for _, microbatch, start, stop in program.actions:
         times = inside.num_microbatches - 2 if (microbatch, count) == (1, 3) else 1

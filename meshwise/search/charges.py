@@ -5,18 +5,19 @@ down, by the mix of each block's forward and backward. FSDP2's copies are slower
 What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import Piece, Task, block_tasks, device_of
+from meshwise.models import Device, Piece, Task, block_tasks, device_of
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Estimate, Prices
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, Layout
+from meshwise.spec import Block, Collective, HeldOut, Layout, Op
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -50,7 +51,7 @@ def corrections(
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
     and direction."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
-    tasks = {key: block_tasks(block, device) for key, block in blocks.items()}
+    tasks = {key: _tasks(block, device) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
         both.setdefault(piece, []).extend(tasks[piece, direction])
@@ -59,6 +60,40 @@ def corrections(
         key: prices.factor(block, tasks[key], stretch[key[0]]) for key, block in blocks.items()
     }
     return Corrections(factors, pieces, stretch)
+
+
+@lru_cache(maxsize=4096)
+def _tasks(block: Block, device: Device) -> Sequence[Task]:
+    """Return the tasks of a block; those of large microbatches follow from two small ones."""
+    size, moe = block.microbatch_size, getattr(block.model, "experts", None)
+    if size < 3 or block.cp > 1 or (moe is not None and moe.group_size is not None):
+        return block_tasks(block, device)
+    one, two = (
+        block_tasks(msgspec.structs.replace(block, microbatch_size=of), device) for of in (1, 2)
+    )
+    pairs = [(task.op, other.op) for task, other in zip(one, two, strict=True)]
+    return with_ops(one, grown(pairs, size - 1, 1))
+
+
+def with_ops(tasks: Sequence[Task], ops: Sequence[Op]) -> tuple[Task, ...]:
+    """Return the tasks with these operations."""
+    return tuple([
+        task if task.op is op else msgspec.structs.replace(task, op=op)
+        for task, op in zip(tasks, ops, strict=True)
+    ])  # fmt: skip
+
+
+def grown(pairs: Iterable[tuple[Op, Op]], by: int, of: int) -> tuple[Op, ...]:
+    """Extrapolate operations. The second of a pair has ``of`` sequences more than the first; the
+    result has ``by`` more."""
+    return tuple([op if op is other else _grown(op, other, by, of) for op, other in pairs])
+
+
+@lru_cache(maxsize=65536)
+def _grown(op: Op, other: Op, by: int, of: int) -> Op:
+    fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
+    more = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
+    return msgspec.structs.replace(op, **more)
 
 
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:

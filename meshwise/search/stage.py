@@ -35,7 +35,7 @@ from meshwise.models.apply import repeated
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
-from meshwise.search.charges import Pieces, beside_of, charges, corrections
+from meshwise.search.charges import Pieces, beside_of, charges, corrections, grown, with_ops
 from meshwise.search.simulate import (
     Charge,
     Live,
@@ -262,25 +262,9 @@ def _sized(form: StageForm, size: int) -> Program:
     """Return a form's program with microbatches of this size."""
     ops = form.ops.get(size)
     if ops is None:
-        (one, two), (of_one, of_two) = form.ops, form.ops.values()
-        ops = tuple([
-            op if op is other else _grown(op, other, size - one, two - one)
-            for op, other in zip(of_one, of_two, strict=True)
-        ])  # fmt: skip
-    tasks = [
-        task if task.op is op else msgspec.structs.replace(task, op=op)
-        for task, op in zip(form.program.tasks, ops, strict=True)
-    ]
-    return form.program._replace(tasks=tuple(tasks))
-
-
-@lru_cache(maxsize=65536)
-def _grown(op: Op, other: Op, by: int, of: int) -> Op:
-    """Extrapolate an operation. ``other`` has ``of`` sequences more than ``op``; the result has
-    ``by`` more."""
-    fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
-    grown = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
-    return msgspec.structs.replace(op, **grown)
+        (one, two), both = form.ops, form.ops.values()
+        ops = grown(zip(*both, strict=True), size - one, two - one)
+    return form.program._replace(tasks=with_ops(form.program.tasks, ops))
 
 
 def _bytes(form: StageForm, size: int) -> np.ndarray:
