@@ -238,7 +238,7 @@ class _Parts(NamedTuple):
     retained: Names
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _parts(graph: Graph, split: bool, *over: Any) -> _Parts:
     sharded = shard(graph, *over)
     runs = _runs(graph, sharded, split)

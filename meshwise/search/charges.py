@@ -62,17 +62,22 @@ def corrections(
     return Corrections(factors, pieces, stretch)
 
 
+def small(block: Block) -> list[Block]:
+    """Return the block with microbatches of one and of two sequences if its own, larger ones
+    follow linearly from these; else nothing."""
+    moe = getattr(block.model, "experts", None)
+    even = moe is None or (moe.load == "mean" and moe.group_size is None)
+    sizes = (1, 2) if block.microbatch_size > 2 and block.cp == 1 and even else ()
+    return [msgspec.structs.replace(block, microbatch_size=size) for size in sizes]
+
+
 @lru_cache(maxsize=4096)
 def _tasks(block: Block, device: Device) -> Sequence[Task]:
-    """Return the tasks of a block; those of large microbatches follow from two small ones."""
-    size, moe = block.microbatch_size, getattr(block.model, "experts", None)
-    if size < 3 or block.cp > 1 or (moe is not None and moe.group_size is not None):
-        return block_tasks(block, device)
-    one, two = (
-        block_tasks(msgspec.structs.replace(block, microbatch_size=of), device) for of in (1, 2)
-    )
-    pairs = [(task.op, other.op) for task, other in zip(one, two, strict=True)]
-    return with_ops(one, grown(pairs, size - 1, 1))
+    one, *others = (block_tasks(each, device) for each in small(block) or [block])
+    if not others:
+        return one
+    pairs = [(task.op, other.op) for task, other in zip(one, *others, strict=True)]
+    return with_ops(one, grown(pairs, block.microbatch_size - 1, 1))
 
 
 def with_ops(tasks: Sequence[Task], ops: Sequence[Op]) -> tuple[Task, ...]:

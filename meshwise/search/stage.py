@@ -35,7 +35,7 @@ from meshwise.models.apply import repeated
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
-from meshwise.search.charges import Pieces, beside_of, charges, corrections, grown, with_ops
+from meshwise.search.charges import Pieces, beside_of, charges, corrections, grown, small, with_ops
 from meshwise.search.simulate import (
     Charge,
     Live,
@@ -341,7 +341,12 @@ def _saved_ratio(block: Block, prices: Prices) -> float:
     by_rule = prices.costs.lowering == "compiled" and not isinstance(block.model, WideResNet)
     if measured is not None or not by_rule:
         return measured or 1.0
-    return saved_block_bytes(block, compiled=True) / saved_block_bytes(block)
+    return _saved_bytes(block, True) / _saved_bytes(block, False)
+
+
+def _saved_bytes(block: Block, compiled: bool) -> int:
+    counts = [saved_block_bytes(each, compiled=compiled) for each in small(block) or [block]]
+    return counts[0] + (counts[-1] - counts[0]) * (block.microbatch_size - 1)
 
 
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
