@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_450,
     "probe": 7_014,
     "reshard": 5_094,
-    "search": 4_036,
+    "search": 4_037,
     "spec": 3_228,
     "suites": 1_003,
     "verbs": 4_396,
