@@ -308,7 +308,8 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     a stage alone counts it twice, as the input that it receives and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
-    whole = graph_of(kind, prices.costs)
+    size, one = kind.layout.microbatch_size, unchecked(kind.layout, microbatch_size=1)
+    whole = graph_of(kind._replace(layout=one), prices.costs)
     *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
     is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
     entry_s = [0.0, 0.0]  # a stage of images copies its input once, not once a layer
@@ -317,7 +318,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         for at, (_, _, start, stop) in enumerate(program.actions):
             entry = [task for task in program.tasks[start:stop] if task.name.startswith(ENTRY[0])]
             entry_s[at] = sum(charge(task).time_s for task in entry)
-    passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
+    passed_on = 2 * size * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(action: int, spent: Spent) -> float:
         return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART) - entry_s[action]
