@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1024)
 def graph(
     model: AnyModel,
     batch: int,

@@ -85,15 +85,17 @@ def program_of(
     times: Mapping[int, int] | None = None,
     device: Device = "cuda",
     cp_rank: int | None = None,
+    idle: bool = False,
 ) -> Program:
     """Build the program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     ``layout``: the layout within a pipeline rank. The program's ``actions`` cover all tasks but the
     optimizer's. ``split``: each backward is an I and a W. ``times``: how many layers each of these
     layers stands for, by index; neighbours form one loop. ``cp_rank``: by default the busiest.
+    ``idle``: without the tasks of layers, so that data parallelism's are left.
     """
-    over = (layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
-    parts = _parts(graph, split, *over)
+    over = (split, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
+    parts = (_idle_parts if idle else _parts)(graph, *over)
     data = DataParallel(layout, parts.members, dtype, parts.sharded, device)
     weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
     for microbatch in range(layout.num_microbatches):
@@ -142,7 +144,7 @@ class _Weave:
         due = _due(groups, each=each) if kind in ("B", "W") else {}
         for index in range(len(groups)):
             self.run(kind, index, due.get(index, ()), last)
-        if groups:
+        if start < len(tasks):
             received = self.parts.received[kind]
             arrived = [self.renamed[name] for name in received]
             tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
@@ -236,11 +238,23 @@ class _Parts(NamedTuple):
     retained: Names
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _parts(graph: Graph, split: bool, *over: Any) -> _Parts:
     sharded = shard(graph, *over)
     runs = _runs(graph, sharded, split)
     return _Parts(sharded, _members(sharded), runs, _received(runs), _retained(runs, sharded))
+
+
+@lru_cache(maxsize=2048)
+def _idle_parts(graph: Graph, *over: Any) -> _Parts:
+    """Return the parts without tasks, and with the buffers of gradients alone."""
+    parts = _parts(graph, *over)
+    buffers = {name: parts.sharded.buffers[name] for name in graph.gradients.values()}
+    return parts._replace(
+        sharded=parts.sharded._replace(tasks=(), buffers=buffers),
+        runs={kind: [(unit, []) for unit, _ in runs] for kind, runs in parts.runs.items()},
+        received=dict.fromkeys(parts.runs, ()),
+    )
 
 
 def _members(sharded: Sharded) -> dict[str, list[str]]:

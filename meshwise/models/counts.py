@@ -1,7 +1,7 @@
 """Count parameters, FLOPs by convention and activations saved for backward. No device is needed."""
 
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from meshwise.models import decoder, families
@@ -95,6 +95,7 @@ def active_parameters(model: LanguageModel) -> int:
     return total
 
 
+@lru_cache(maxsize=1024)
 def saved_activation_bytes(
     model: AnyModel,
     batch: int,

@@ -16,7 +16,6 @@ Ranks that share sequences (cp) have a part of the rows of every tensor, and who
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -78,7 +77,6 @@ class Sharded(NamedTuple):
     apart: frozenset[str] = frozenset()
 
 
-@lru_cache(maxsize=2048)
 def shard(
     graph: Graph,
     tp: int,

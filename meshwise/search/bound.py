@@ -23,8 +23,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import msgspec
-
 from meshwise import schedule
 from meshwise.models import ENTRY, program_of
 from meshwise.models.graph import num_bytes
@@ -41,6 +39,7 @@ from meshwise.search.charges import (
     spent_on,
 )
 from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.space import unchecked
 from meshwise.search.stage import (
     Layer,
     StageKind,
@@ -318,14 +317,15 @@ def end_work(
     return layer_work(*about, layer, first, last).plus(layer_work(*about, layer), -1)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _work(kind: StageKind, prices: Prices) -> LayerWork:
     """Price a stage of one layer on one device or its tp group, without data parallelism. If its
     result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
     a stage alone counts it twice, as the input that it receives and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
-    whole = graph_of(kind, prices.costs)
+    size, one = kind.layout.microbatch_size, unchecked(kind.layout, microbatch_size=1)
+    whole = graph_of(kind._replace(layout=one), prices.costs)
     *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
     is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
     entry_s = [0.0, 0.0]  # a stage of images copies its input once, not once a layer
@@ -334,7 +334,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         for at, (_, _, start, stop) in enumerate(program.actions):
             entry = [task for task in program.tasks[start:stop] if task.name.startswith(ENTRY[0])]
             entry_s[at] = sum(charge(task).time_s for task in entry)
-    passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
+    passed_on = 2 * size * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(action: int, spent: Spent) -> float:
         return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART) - entry_s[action]
@@ -376,11 +376,20 @@ def hooked_s(
 def traffic_of(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[DataTraffic, DataTraffic]:
-    """Return the traffic of a layer, and of the root."""
+    """Return the traffic of a layer, and of the root. It moves weights, so that the size of
+    microbatches and what is computed again do not matter."""
+    plain = {"microbatch_size": 1, "recompute": "none", "recompute_layers": None}
+    return _traffic(model, seq_len, kind, unchecked(inside, **plain), last, prices)
+
+
+@lru_cache(maxsize=16384)
+def _traffic(
+    model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
+) -> tuple[DataTraffic, DataTraffic]:
     count = min(3, inside.num_microbatches)  # the second stands for all between first and last
-    some = msgspec.structs.replace(inside, num_microbatches=count)
+    some = unchecked(inside, num_microbatches=count)
     stage = StageKind(model, seq_len, (kind,), True, last, (), some, False)
-    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype)
+    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype, idle=True)
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
     for _, microbatch, start, stop in program.actions:
         times = inside.num_microbatches - 2 if (microbatch, count) == (1, 3) else 1

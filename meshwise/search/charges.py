@@ -5,18 +5,19 @@ down, by the mix of each block's forward and backward. FSDP2's copies are slower
 What data-parallel messages slow down depends on what runs beside them: ``simulate`` adds that up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import Piece, Task, block_tasks, device_of
+from meshwise.models import Device, Piece, Task, block_tasks, device_of
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Estimate, Prices
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, Layout
+from meshwise.spec import Block, Collective, HeldOut, Layout, Op
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -54,7 +55,7 @@ def corrections(
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
     and direction. ``hooks``: of FSDP2 around each layer, as of ``hooks_of``."""
     device = device_of(prices.costs.cluster, prices.costs.lowering)
-    tasks = {key: block_tasks(block, device) for key, block in blocks.items()}
+    tasks = {key: _tasks(block, device) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
         both.setdefault(piece, []).extend(tasks[piece, direction])
@@ -80,6 +81,45 @@ def hooks_of(inside: Layout, prices: Prices) -> tuple[float, float]:
     gather_s = known.gather_s * (inside.zero == 3)
     reduces = inside.zero >= 2 or inside.num_microbatches == 1
     return gather_s, gather_s + known.reduce_s * reduces
+
+
+def small(block: Block) -> list[Block]:
+    """Return the block with microbatches of one and of two sequences if its own, larger ones
+    follow linearly from these; else nothing."""
+    moe = getattr(block.model, "experts", None)
+    even = moe is None or (moe.load == "mean" and moe.group_size is None)
+    sizes = (1, 2) if block.microbatch_size > 2 and block.cp == 1 and even else ()
+    return [msgspec.structs.replace(block, microbatch_size=size) for size in sizes]
+
+
+@lru_cache(maxsize=4096)
+def _tasks(block: Block, device: Device) -> Sequence[Task]:
+    one, *others = (block_tasks(each, device) for each in small(block) or [block])
+    if not others:
+        return one
+    pairs = [(task.op, other.op) for task, other in zip(one, *others, strict=True)]
+    return with_ops(one, grown(pairs, block.microbatch_size - 1, 1))
+
+
+def with_ops(tasks: Sequence[Task], ops: Sequence[Op]) -> tuple[Task, ...]:
+    """Return the tasks with these operations."""
+    return tuple([
+        task if task.op is op else msgspec.structs.replace(task, op=op)
+        for task, op in zip(tasks, ops, strict=True)
+    ])  # fmt: skip
+
+
+def grown(pairs: Iterable[tuple[Op, Op]], by: int, of: int) -> tuple[Op, ...]:
+    """Extrapolate operations. The second of a pair has ``of`` sequences more than the first; the
+    result has ``by`` more."""
+    return tuple([op if op is other else _grown(op, other, by, of) for op, other in pairs])
+
+
+@lru_cache(maxsize=65536)
+def _grown(op: Op, other: Op, by: int, of: int) -> Op:
+    fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
+    more = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
+    return msgspec.structs.replace(op, **more)
 
 
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:

@@ -10,6 +10,7 @@ those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import NamedTuple, TypeVar
 
@@ -288,37 +289,30 @@ def _terms(
     cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
     hooks = hooks_of(way, prices)
 
-    def stage_bytes(
-        kind: LayerKind, count: int, word: Recompute, first: bool = False, last: bool = False
-    ) -> Array:
+    @cache
+    def stage_bytes(kind: LayerKind, count: int, first: bool = False, last: bool = False) -> Array:
         """Return the bytes of a stage at any time, and of a microbatch in flight."""
         end = End(kinds=(kind,) * count, first=first, last=last)
-        return np.asarray(room.of_stage(*about, way, end, word, prices))
-
-    def third_bytes(kind: LayerKind, word: Recompute) -> Array:
-        more: Array = stage_bytes(kind, 3, word) - stage_bytes(kind, 2, word)
-        return more
+        return np.asarray(room.of_stage(*about, way, end, NOTHING, prices))
 
     def layer(kind: LayerKind) -> Terms:
-        work = layer_work(*about, cut, prices, (kind, NOTHING))
+        work, third = layer_work(*about, cut, prices, (kind, NOTHING)), stage_bytes(kind, 3)
         whole, each = sent(*about, way, prices, kind)
         hooks_s = hooked_s(*about, cut, prices, kind, hooks)
         alone_s, together = work.both_s + hooks_s + each.copies_s, way.zero >= 2
         sent_s = each.messages_s if together else whole.messages_s
         beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
         pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
-        return Terms(pace_s, tail_s, *third_bytes(kind, NOTHING))
+        return Terms(pace_s, tail_s, *(third - stage_bytes(kind, 2)))
 
     def recomputed(kind: LayerKind, word: Recompute) -> Terms:
-        plain, again = (layer_work(*about, cut, prices, (kind, of)) for of in (NOTHING, word))
-        return layers[kind]._replace(
-            slower_s=again.both_s - plain.both_s,
-            spared=max(0.0, layers[kind].held - third_bytes(kind, word)[1]),
-        )
+        slower_s, held = _recomputed(*about, cut, prices, kind, word)
+        spared = max(0.0, layers[kind].held - held)
+        return layers[kind]._replace(slower_s=slower_s, spared=spared)
 
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Terms:
         """Return the terms of a stage beside its layers."""
-        of = stage_bytes(kind, 2, NOTHING, first, last)
+        of = stage_bytes(kind, 2, first, last) if first or last else stage_bytes(kind, 2)
         resident, held = of[0] - 2 * layers[kind].resident, of[1] - 2 * layers[kind].held
         work = end_work(*about, cut, prices, kind, first=first, last=last)
         return Terms(work.both_s, 0.0, resident, held)
@@ -331,23 +325,41 @@ def _terms(
         yield word, [*[recomputed(kind, word) for kind in order], *more]
 
 
+@lru_cache(maxsize=16384)
+def _recomputed(
+    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, kind: LayerKind, word: Recompute
+) -> tuple[float, float]:
+    """Return the seconds that a layer takes more if it is computed again, and the bytes that it
+    then holds of each microbatch."""
+    about = (model, seq_len, cut, prices)
+    plain, again = (layer_work(*about, (kind, of)) for of in (NOTHING, word))
+    ends = [End(kinds=(kind,) * count, first=False, last=False) for count in (2, 3)]
+    two, three = [room.of_stage(model, seq_len, cut, end, word, prices)[1] for end in ends]
+    return again.both_s - plain.both_s, three - two
+
+
 def sent(
     model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
 ) -> tuple[DataTraffic, DataTraffic]:
     """Return a layer's traffic in a step of one microbatch, and what another one adds. It moves
     weights, so that the size of microbatches does not matter."""
+    one = space.unchecked(way, num_microbatches=1, microbatch_size=1)
+    whole, each = _sent(model, seq_len, one, prices, kind)
+    return whole, each if way.num_microbatches > 1 else whole
+
+
+@lru_cache(maxsize=16384)
+def _sent(
+    model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
+) -> tuple[DataTraffic, DataTraffic]:
+    """Return a layer's traffic in a step of one microbatch, and what one of several adds."""
     one, two, three = (
         traffic_of(
-            model,
-            seq_len,
-            kind,
-            space.unchecked(way, num_microbatches=count, microbatch_size=1),
-            False,
-            prices,
+            model, seq_len, kind, space.unchecked(way, num_microbatches=count), False, prices
         )[0]
         for count in (1, 2, 3)
     )
-    return one, three.plus(two, -1) if way.num_microbatches > 1 else one
+    return one, three.plus(two, -1)
 
 
 def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:

@@ -159,7 +159,8 @@ class _Clocks:
             self.cp_free_s = max(self.cp_free_s, self.now_s) + charge.time_s
             self.shared.update(dict.fromkeys(task.writes, self.cp_free_s))
         else:
-            self._wait(task, parts)
+            if self.coming or self.shared:
+                self._wait(task, parts)
             begin_s = self.now_s
             self._compute(charge.time_s, task.op)
             add(parts, charge.part, charge.time_s)

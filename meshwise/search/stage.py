@@ -35,7 +35,17 @@ from meshwise.models.apply import repeated
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
-from meshwise.search.charges import NO_HOOKS, Pieces, beside_of, charges, corrections, hooks_of
+from meshwise.search.charges import (
+    NO_HOOKS,
+    Pieces,
+    beside_of,
+    charges,
+    corrections,
+    grown,
+    hooks_of,
+    small,
+    with_ops,
+)
 from meshwise.search.simulate import (
     Charge,
     Live,
@@ -266,25 +276,9 @@ def _sized(form: StageForm, size: int) -> Program:
     """Return a form's program with microbatches of this size."""
     ops = form.ops.get(size)
     if ops is None:
-        (one, two), (of_one, of_two) = form.ops, form.ops.values()
-        ops = tuple([
-            op if op is other else _grown(op, other, size - one, two - one)
-            for op, other in zip(of_one, of_two, strict=True)
-        ])  # fmt: skip
-    tasks = [
-        task if task.op is op else msgspec.structs.replace(task, op=op)
-        for task, op in zip(form.program.tasks, ops, strict=True)
-    ]
-    return form.program._replace(tasks=tuple(tasks))
-
-
-@lru_cache(maxsize=65536)
-def _grown(op: Op, other: Op, by: int, of: int) -> Op:
-    """Extrapolate an operation. ``other`` has ``of`` sequences more than ``op``; the result has
-    ``by`` more."""
-    fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
-    grown = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
-    return msgspec.structs.replace(op, **grown)
+        (one, two), both = form.ops, form.ops.values()
+        ops = grown(zip(*both, strict=True), size - one, two - one)
+    return form.program._replace(tasks=with_ops(form.program.tasks, ops))
 
 
 def _bytes(form: StageForm, size: int) -> np.ndarray:
@@ -361,7 +355,12 @@ def _saved_ratio(block: Block, prices: Prices) -> float:
     by_rule = prices.costs.lowering == "compiled" and not isinstance(block.model, WideResNet)
     if measured is not None or not by_rule:
         return measured or 1.0
-    return saved_block_bytes(block, compiled=True) / saved_block_bytes(block)
+    return _saved_bytes(block, True) / _saved_bytes(block, False)
+
+
+def _saved_bytes(block: Block, compiled: bool) -> int:
+    counts = [saved_block_bytes(each, compiled=compiled) for each in small(block) or [block]]
+    return counts[0] + (counts[-1] - counts[0]) * (block.microbatch_size - 1)
 
 
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
