@@ -18,7 +18,7 @@ ROOMS = {
     "nn": 1_362,
     "options": 1_190,
     "pages": 6_350,
-    "parallel": 3_184,
+    "parallel": 3_185,
     "prices": 1_462,
     "probe": 7_026,
     "reshard": 5_094,
