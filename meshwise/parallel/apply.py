@@ -73,7 +73,8 @@ def parallelize(
         if lowering == "compiled":
             options: Any = BESIDE_PRODUCTS if recipe.async_tp else None
             how: Any = {"fullgraph": in_one, "dynamic": False, "options": options}
-            if kind == "full" and layout.tp > 1:  # compiled checkpoints cannot keep a mesh (2.13)
+            # a compiled checkpoint cannot keep a mesh (2.13); around several graphs it is eager
+            if kind == "full" and (layout.tp > 1 or not in_one):
                 layer.compute = torch.compile(layer.compute, **how)  # type: ignore[method-assign]
             else:
                 layer.compile(**how)

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from meshwise import ranks
 from meshwise.engine import data, step
-from meshwise.parallel import mesh
+from meshwise.parallel import apply, mesh
 from meshwise.spec import Decoder, Layout, Recipe, Workload
 
 pytestmark = pytest.mark.dist
@@ -35,22 +35,41 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_layers_share_a_graph(one_rank, plan_of, monkeypatch, case):
-    recipe, recompute = CASES[case]
-    layout = Layout(microbatch_size=2, recompute=recompute)
-    plan = plan_of(MODEL, WORKLOAD, layout, dtype="bf16", lowering="compiled")
-    plan = msgspec.structs.replace(plan, recipe=recipe)
-    by_inductor = nn.Module.compile
+@pytest.fixture
+def compiled(one_rank, plan_of, monkeypatch):
+    """model, recipe, recompute -> dynamo's counters after one step."""
+    by_inductor, alone = nn.Module.compile, torch.compile
 
-    def by_aot(module, **options):
-        by_inductor(module, backend="aot_eager", **options)
+    def by_aot(module, **how):
+        by_inductor(module, backend="aot_eager", **how)
 
     monkeypatch.setattr(nn.Module, "compile", by_aot)
-    torch._dynamo.reset()
-    counters.clear()
-    batches = data.batches(MODEL, WORKLOAD, steps=1, seed=0, file=None, rows=slice(None))
-    place = mesh.build(layout, "cpu")
-    training = step.prepare(plan, place, batches, one_rank.device, dtype="bf16", seed=0)
-    step.run(training, 0)
-    assert counters["stats"]["unique_graphs"] == 2  # a layer's and the loss'
+    monkeypatch.setattr(
+        apply.torch, "compile", lambda what, **how: alone(what, **{**how, "backend": "aot_eager"})
+    )
+
+    def counted(model, recipe, recompute):
+        layout = Layout(microbatch_size=2, recompute=recompute)
+        plan = plan_of(model, WORKLOAD, layout, dtype="bf16", lowering="compiled")
+        plan = msgspec.structs.replace(plan, recipe=recipe)
+        torch._dynamo.reset()
+        counters.clear()
+        batches = data.batches(model, WORKLOAD, steps=1, seed=0, file=None, rows=slice(None))
+        place = mesh.build(layout, "cpu")
+        training = step.prepare(plan, place, batches, one_rank.device, dtype="bf16", seed=0)
+        step.run(training, 0)
+        return counters["stats"]
+
+    return counted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_share_a_graph(compiled, case):
+    assert compiled(MODEL, *CASES[case])["unique_graphs"] == 2  # a layer's and the loss'
+
+
+def test_recomputed_layers_of_several_graphs_are_compiled(compiled):
+    """Attention with a window is not compiled; what is around it is, recomputed or not."""
+    model = msgspec.structs.replace(MODEL, window=8)
+    plain, again = (compiled(model, Recipe(), of) for of in ("none", "full"))
+    assert again["unique_graphs"] == plain["unique_graphs"] > 2
