@@ -2,10 +2,11 @@
 
     python benchmarks/proof.py FOLDER SECONDS MODEL BATCH TOKENS PROFILE_SECONDS SEED
 
-A profile, layers beside messages and costs, then a search: its first five; ZeRO-1, ZeRO-3, tp and pp
-with the largest microbatch that fits, without recomputation if that fits at all; and three layouts
-drawn from all legal ones. The first three run by turns. What would begin after SECONDS is left to the
-next call, which goes on in the same folder; several may work in one folder, each on its own GPUs.
+A profile, layers beside messages and costs, then a search: its first five; ZeRO-1, ZeRO-3, tp and
+pp with the largest microbatch that fits, without recomputation if that fits at all; and three
+layouts drawn from all legal ones. The first three run by turns. What would begin after SECONDS is
+left to the next call, which goes on in the same folder; several may work in one folder, each on its
+own GPUs.
 """
 
 import json
