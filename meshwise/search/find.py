@@ -306,7 +306,7 @@ def _refined(
     as long as few tables of parts are needed, and not where the space asks for usual ones."""
     limit = prices.costs.cluster.usable_bytes
     best_s, tables = min(each.prediction.step_time_s for each in kept), set[Layout]()
-    found = dict[Layout, Candidate]()
+    known, found = {each.layout for each in kept}, list[Candidate]()
 
     def alone_s(of: Candidate) -> float:
         sent = [part.value for part in of.prediction.time_parts if part.name in MESSAGES]
@@ -320,10 +320,11 @@ def _refined(
             with suppress(ValueError):  # something was not measured
                 other = intra_op_parts.fastest(model, workload, candidate.layout, prices, limit)
                 slowest_s = _FASTER * candidate.prediction.step_time_s
-                if other is not None and other.prediction.step_time_s < slowest_s:
+                if other and other.layout not in known and other.prediction.step_time_s < slowest_s:
                     candidate = other
-        found.setdefault(candidate.layout, candidate)
-    return [_in_best_order(model, workload, prices, each, limit) for each in found.values()]
+                    known.add(other.layout)
+        found.append(candidate)
+    return [_in_best_order(model, workload, prices, each, limit) for each in found]
 
 
 def _in_best_order(
