@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from meshwise.engine import data, step
 from meshwise.parallel import mesh
-from meshwise.spec import Decoder, Layout, Plan, Recipe, Workload
+from meshwise.spec import Decoder, Experts, Layout, Plan, Recipe, Workload
 from tests.errors import loss_error
 
 pytestmark = pytest.mark.dist
@@ -25,6 +25,7 @@ CASES = {  # name -> layout, recipe, vocabulary
     "tp": (msgspec.structs.replace(SPLIT, recompute="none"), BY_SGD, 64),
     "uneven": (SPLIT, BY_SGD, 61),
     "full": (msgspec.structs.replace(SPLIT, recompute="full"), BY_SGD, 64),
+    "experts": (Layout(dp=2, ep=2, zero=2, microbatch_size=2, recompute="full"), BY_SGD, 64),
     "async": (SPLIT, msgspec.structs.replace(BY_SGD, async_tp=True), 64),
 }
 
@@ -35,9 +36,10 @@ def plans(plan_of):
 
     def make(case, dtype="fp32"):
         layout, recipe, vocab = CASES[case]
+        experts = Experts(num_experts=4, top_k=2, ffn=24) if case == "experts" else None
         model = Decoder(
             hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=48, vocab=vocab,
-            max_seq_len=16,
+            max_seq_len=16, experts=experts,
         )  # fmt: skip
         plan = plan_of(model, WORKLOAD, layout, dtype=dtype, lowering="compiled")
         return msgspec.json.encode(msgspec.structs.replace(plan, recipe=recipe)).decode()
@@ -73,6 +75,7 @@ def losses(ranks, plan, cache):
     [
         "dp",
         "uneven",
+        "experts",
         *(pytest.param(case, marks=pytest.mark.whole) for case in ("tp", "full", "async")),
     ],
 )
