@@ -9,7 +9,7 @@ the names mean is in Alpa's benchmark_parallel_utils.py (modes) and stage_constr
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -35,7 +35,11 @@ NAMES: dict[str, dict[str, str]] = {  # of modes, then of spaces of physical and
     "data_parallel_only": {"tp": "1"},
     "model_parallel_only": {"dp": "1", "cp": "1"},
 }
-_NAMED = ("parallel_mode", "submesh_physical_shape_space", "submesh_logical_shape_space")
+_NAMED: dict[str, Callable[[str], bool]] = {  # the fields of a name that count
+    "parallel_mode": lambda field: True,
+    "submesh_physical_shape_space": lambda field: field == "submeshes",
+    "submesh_logical_shape_space": lambda field: field != "submeshes",
+}
 _ALWAYS = {  # stages are always priced as sums of measured layers; either value is taken
     "use_hlo_cost_model": ("true", "false"),
     "layer_profile_mode": ("composition", "individual"),
@@ -140,8 +144,10 @@ def space_of(words: Iterable[str]) -> Space:
         name, is_pair, value = word.partition("=")
         _check("space", name, known)
         if name in _NAMED or not is_pair:
-            _check(name if is_pair else "space", value or name, NAMES)
-            said |= NAMES[value or name]
+            of = value if is_pair else name
+            _check(name if is_pair else "space", of, NAMES)
+            counts = _NAMED.get(name, _NAMED["parallel_mode"])
+            said |= {field: text for field, text in NAMES[of].items() if counts(field)}
         elif name in _ALWAYS:
             _check(name, value.lower(), _ALWAYS[name])
         else:

@@ -169,11 +169,20 @@ def test_words_become_a_space_the_later_ones_in_place_of_earlier():
     assert space_of(["power_of_two", "all"]) == Space() == space_of([])
 
 
+def test_all_logical_shapes_leave_the_physical_ones_and_the_reverse():
+    physical, logical = "submesh_physical_shape_space=", "submesh_logical_shape_space="
+    few = space_of([f"{physical}power_of_two", f"{logical}all"])
+    assert few == Space(submeshes="power_of_two")
+    alike = space_of([f"{logical}same_as_physical", f"{physical}all"])
+    assert alike == Space(same_as_physical=True)
+
+
 @pytest.mark.parametrize(
     ("word", "text"),
     [
         ("zer-3", r"space = 'zer-3': is not known; did you mean zero-3\?"),
         ("parallel_mode=zero-2", r"parallel_mode = 'zero-2': is not known; did you mean zero-3\?"),
+        ("parallel_mode=", "parallel_mode = '': must be one of search"),
         ("layer_profile_mode=x", "must be one of composition, individual"),
         ("zero=4", r"space = 'zero=4': .*<= 3"),
         ("tp=two", r"space = 'tp=two': Expected `int"),
