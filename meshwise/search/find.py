@@ -250,6 +250,8 @@ def _best_first(
                 needed = _peak(model, workload, layout, prices)[1].total_bytes
             if needed <= limit:
                 prediction = predict(model, workload, layout, prices)
+                needed = prediction.peak_memory_bytes  # the bound may be short of it
+            if needed <= limit:
                 candidate = Candidate(layout=layout, prediction=prediction)
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
                 passed_over["recomputation that is not needed to fit"] += len(rest)

@@ -10,13 +10,21 @@ from collections.abc import Sequence
 from meshwise.prices import Prices
 from meshwise.search.find import shortfall
 from meshwise.search.predict import memory_of, predict
-from meshwise.search.space import cannot_run, check, nothing_gained
+from meshwise.search.space import OUTSIDE, cannot_run, check, nothing_gained
+from meshwise.search.within import ANY, Space
 from meshwise.spec import Costs, Difference, Layout, Part, Plan, WhyNot
 
 
-def why_not(plan: Plan, costs: Costs, layout: Layout, *, measured_only: bool = False) -> WhyNot:
-    """Compare ``layout`` with the plan's. ``costs``: the prices that the plan was made from. A plan
-    without a prediction raises a ValueError."""
+def why_not(
+    plan: Plan,
+    costs: Costs,
+    layout: Layout,
+    *,
+    measured_only: bool = False,
+    within: Space = ANY,
+) -> WhyNot:
+    """Compare ``layout`` with the plan's. ``costs``, ``within``: the prices that the plan was made
+    from, and the space that was searched. A plan without a prediction raises a ValueError."""
     told = plan.prediction
     if told is None:
         raise ValueError("Plan.prediction is None: the plan was not priced; meshwise plan does")
@@ -30,12 +38,13 @@ def why_not(plan: Plan, costs: Costs, layout: Layout, *, measured_only: bool = F
         return WhyNot(layout=layout, obstacle=str(missing))
     rank, peak = memory_of(model, workload, layout, prices)
     limit = costs.cluster.usable_bytes
-    missing_bytes = max(0.0, peak.total_bytes - limit)
+    missing_bytes, host = max(0.0, peak.total_bytes - limit), costs.cluster.num_devices_per_host
+    is_inside = within.has(layout, host) and within.has_cut(model, workload.seq_len, layout)
     return WhyNot(
         layout=layout,
         misfit=shortfall(rank, peak, limit) if missing_bytes else "",
         missing_bytes=missing_bytes,
-        untried=nothing_gained(layout, costs.cluster.num_devices_per_host) or "",
+        untried=nothing_gained(layout, host) or ("" if is_inside else f"it is {OUTSIDE}"),
         step_time_s=other.step_time_s,
         error_s=told.difference_error_s(other),
         time=_differences(told.time_parts, other.time_parts),

@@ -122,7 +122,13 @@ def _answered(
 
     answers = Answers(
         why_not=tuple(
-            search.why_not(plan, prices, layout, measured_only=asked.measured_only)
+            search.why_not(
+                plan,
+                prices,
+                layout,
+                measured_only=asked.measured_only,
+                within=search.space_of(asked.space),
+            )
             for layout in others
         ),
         what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),

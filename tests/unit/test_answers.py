@@ -160,6 +160,13 @@ def test_what_the_search_leaves_out_and_what_it_did_not_try():
     assert same.legend[0] == "It is the chosen plan."
 
 
+def test_what_lies_outside_the_space_is_said_to():
+    named = Layout(dp=8, zero=2, microbatch_size=4)
+    plan = meshwise.plan("gpt-125m", why_not=(named,), space=("zero-3",), **SMALL)
+    said = text(pages.of(plan))
+    assert "The search does not try it: it is outside the space asked for." in said
+
+
 def test_a_layout_that_is_no_layout_is_refused_before_the_search():
     with pytest.raises(ValueError, match=r"why_not: .*tq"):
         meshwise.plan("gpt-125m", why_not='{"tq": 8}', **SMALL)

@@ -287,6 +287,16 @@ def test_the_plan_is_the_fastest_that_fits(costs, model, limit):
     assert plan.num_considered == total
 
 
+def test_what_is_planned_fits_whatever_its_bounds_say(costs, monkeypatch):
+    few, limit = on(costs, memory_bytes=330e6), 330e6
+    usual = search.find(MODEL, WORKLOAD, few, num_devices=4)
+    monkeypatch.setattr(room, "between", lambda *_: (0.0, 0.0))
+    plan = search.find(MODEL, WORKLOAD, few, num_devices=4)
+    assert plan.layout == usual.layout
+    for found in (plan, *plan.runners_up):
+        assert found.prediction.peak_memory_bytes <= limit
+
+
 @pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
 def test_bounds_are_bounds(costs, model):
     """No prediction is below its bounds, whatever the schedule and the counts of layers; and they
