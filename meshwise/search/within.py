@@ -10,7 +10,7 @@ the names mean is in Alpa's benchmark_parallel_utils.py (modes) and stage_constr
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -134,6 +134,11 @@ class Space(Record, kw_only=True):
 
 
 ANY = Space()
+_LEGAL = {  # words of the fields that have some
+    name: [str(word) for each in get_args(hint) for word in get_args(each)] or get_args(hint)
+    for name, hint in get_type_hints(Space).items()
+    if "Literal" in str(hint)
+}
 
 
 def space_of(words: Iterable[str]) -> Space:
@@ -151,6 +156,7 @@ def space_of(words: Iterable[str]) -> Space:
         elif name in _ALWAYS:
             _check(name, value.lower(), _ALWAYS[name])
         else:
+            _check(name, value, _LEGAL.get(name, [value]))
             said[_IN_FLIGHT.get(name, name)] = value
         try:
             found = msgspec.convert(said, Space, strict=False)
@@ -163,7 +169,7 @@ def space_of(words: Iterable[str]) -> Space:
 def _check(name: str, word: str, known: Iterable[str]) -> None:
     if word in (every := [*known]):
         return
-    near = difflib.get_close_matches(word, every, n=1)
+    near = difflib.get_close_matches(word.lower(), every, n=1)
     hint = (
         f"is not known; did you mean {near[0]}?" if near else f"must be one of {', '.join(every)}"
     )

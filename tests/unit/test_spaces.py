@@ -183,12 +183,14 @@ def test_all_logical_shapes_leave_the_physical_ones_and_the_reverse():
         ("zer-3", r"space = 'zer-3': is not known; did you mean zero-3\?"),
         ("parallel_mode=zero-2", r"parallel_mode = 'zero-2': is not known; did you mean zero-3\?"),
         ("parallel_mode=", "parallel_mode = '': must be one of search"),
+        ("schedule=1F1B", r"schedule = '1F1B': is not known; did you mean 1f1b\?"),
+        ("submeshes=x", "submeshes = 'x': must be one of all, power_of_two, small_power_of_two"),
         ("layer_profile_mode=x", "must be one of composition, individual"),
         ("zero=4", r"space = 'zero=4': .*<= 3"),
         ("tp=two", r"space = 'tp=two': Expected `int"),
         ("stage_imbalance_tolerance=nan", "space = 'stage_imbalance_tolerance=nan'"),
         ("num_auto_layers=0", "space = 'num_auto_layers=0': .*>= 1"),
-        ("schedule=2f2b", "space = 'schedule=2f2b'"),
+        ("schedule=2f2b", "schedule = '2f2b': "),
     ],
 )
 def test_a_word_that_says_nothing_is_named(word, text):
