@@ -39,7 +39,9 @@ def main(folder: Path, limit_s: float, model: str, work: Workload, budget: str, 
         _measure(model, budget, work.seq_len)
         _plan(model, work, seed)
         Path("planned").touch()
-    while not Path("planned").exists():
+    while not Path("planned").exists():  # another process measures
+        if time.monotonic() - BEGUN > limit_s:
+            return print("not run: nothing was planned in time")
         time.sleep(1)
     names = [path.stem.removeprefix("plan-") for path in sorted(Path().glob("plan-*.json"))]
     firsts = [name for name in names if name in ("rank1", "rank2", "rank3")]

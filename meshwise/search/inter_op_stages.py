@@ -105,8 +105,8 @@ def frames(
     model: AnyModel, workload: Workload, prices: Prices, num_devices: int, within: Space = ANY
 ) -> list[Frame]:
     """Return all frames that have pipelines ``within`` a space, the most promising first."""
-    known = not within.uniform and within.schedule in (None, "1f1b", "interleaved_1f1b")
-    rows = space.divisors(workload.global_batch_size) if known else []
+    may = not within.uniform and within.schedule in (None, "1f1b", "interleaved_1f1b")
+    rows = space.divisors(workload.global_batch_size) if may else []
     unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
     asked = _Asked(model, workload, prices, num_devices, within, unit)
     found = [_frame(asked, each) for each in rows]

@@ -10,7 +10,7 @@ the names mean is in Alpa's benchmark_parallel_utils.py (modes) and stage_constr
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from meshwise.spec import AnyModel, Layout, Record, layer_kinds
 from meshwise.spec.layout import Recompute, ScheduleName
 from meshwise.spec.record import Count
 
+Submeshes = Literal["all", "power_of_two", "small_power_of_two"]
 _ONE_MESH = {"pp": "1", "submeshes": "all"}
 NAMES: dict[str, dict[str, str]] = {  # of modes, then of spaces of physical and of logical shapes
     "search": {},
@@ -58,7 +59,7 @@ class Space(Record, kw_only=True):
     ``sequence_parallel`` are of stages that have ranks to share."""
 
     uniform: bool = False
-    submeshes: Literal["all", "power_of_two", "small_power_of_two"] = "all"
+    submeshes: Submeshes = "all"
     same_as_physical: bool = False
     stage_imbalance_tolerance: Annotated[float, msgspec.Meta(ge=0)] | None = None
     num_auto_layers: Count | None = None
@@ -134,11 +135,9 @@ class Space(Record, kw_only=True):
 
 
 ANY = Space()
-_LEGAL = {  # words of the fields that have some
-    name: [str(word) for each in get_args(hint) for word in get_args(each)] or get_args(hint)
-    for name, hint in get_type_hints(Space).items()
-    if "Literal" in str(hint)
-}
+_LEGAL = {name: get_args(of) for name, of in (
+    ("submeshes", Submeshes), ("schedule", ScheduleName), ("recompute", Recompute),
+)}  # fmt: skip
 
 
 def space_of(words: Iterable[str]) -> Space:

@@ -1,4 +1,4 @@
-"""What searches build instead of whole programs of large microbatches, against these."""
+"""Small programs are equal to the whole ones that they stand for in searches."""
 
 import pytest
 from msgspec.structs import replace
