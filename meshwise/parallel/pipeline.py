@@ -194,11 +194,15 @@ class Messages:
         self.sending: list[p2p.Sending] = []
 
     def actions(self) -> Iterator[Action]:
-        """Yield the row's actions. First start the receives of each action and the next one."""
+        """Yield the row's actions. First start the receives of each action and the next one.
+
+        Of the same microbatch the next receive waits for this action's result: started now, it
+        would stand before this action in a queue of the device that their streams may share.
+        """
         row = self.pipeline.row
         for action, following in zip_longest(row, row[1:]):
             self.expect(action)
-            if following is not None:
+            if following is not None and following.microbatch != action.microbatch:
                 self.expect(following)
             yield action
 

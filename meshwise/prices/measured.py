@@ -424,6 +424,7 @@ class Prices:
         time_s = float(slower_s(host_s, device_s))
         share = (host_s / time_s) ** SHARP  # of the host
         of_host = max(found.host_error, 0.0 if is_own else APART["host"])
+        of_host = math.hypot(of_host, hooks_s / host_s if host_s else 0.0)  # some hosts hide them
         error = math.hypot(share * of_host, (1 - share) * found.ratio_error)
         held_out = msgspec.structs.replace(held_out, p90=max(held_out.p90, error))
         return time_s / composed_s, held_out

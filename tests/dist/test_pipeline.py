@@ -4,6 +4,7 @@ The oracle is a plain GPT with torch's own AdamW and clipping on the whole globa
 """
 
 import functools
+import types
 
 import msgspec
 import pytest
@@ -12,7 +13,8 @@ import torch
 from meshwise.engine import data, step
 from meshwise.nn import gpt
 from meshwise.nn.stage import cross_entropy
-from meshwise.parallel import mesh
+from meshwise.parallel import mesh, pipeline
+from meshwise.schedule import table
 from meshwise.spec import Layout, Model, Plan, Recipe, Workload, stages_of
 from tests.errors import largest, loss_error
 
@@ -63,6 +65,10 @@ RECOMPUTED = [
     piped(schedule, recompute=recompute, recompute_layers=some)
     for schedule in ("1f1b", "interleaved_zero_bubble", "zbv")
     for recompute, some in (("selective", None), ("full", None), ("full", 1))
+]
+ONE_MICROBATCH = [
+    msgspec.structs.replace(piped(schedule), num_microbatches=1, microbatch_size=8)
+    for schedule in ("1f1b", "interleaved_1f1b", "looped_bfs", "zbv")
 ]
 DEEP = [piped(schedule, pp=4) for schedule, number in SCHEDULES.items() if number == 1]
 DATA = [piped(schedule, dp=2, zero=zero) for schedule in SCHEDULES for zero in range(4)]
@@ -187,10 +193,13 @@ def distance(training, expected):
 @pytest.mark.parametrize(
     "layouts",
     # what data and tensor parallelism do to the schedules is a part of the matrix, too
-    [ALONE, FLAT, UNEVEN, HYBRID]
+    [ALONE, FLAT, UNEVEN, HYBRID, ONE_MICROBATCH]
     + [pytest.param(each, marks=pytest.mark.whole) for each in (DATA, TENSOR, RECOMPUTED)]
     + [pytest.param(each, marks=pytest.mark.whole) for each in (DEEP, ALL_AXES)],
-    ids=["alone", "flat", "uneven", "hybrid", "data", "tensor", "recomputed", "deep", "all-axes"],
+    ids=[
+        *("alone", "flat", "uneven", "hybrid", "one-microbatch"),
+        *("data", "tensor", "recomputed", "deep", "all-axes"),
+    ],
 )
 def test_equal_to_one_device(gloo_ranks, plan_of, layouts, layers=MODEL.layers):
     model = msgspec.structs.replace(MODEL, layers=layers)
@@ -203,6 +212,20 @@ def test_equal_to_one_device(gloo_ranks, plan_of, layouts, layers=MODEL.layers):
             for layout, (loss, parameters) in zip(of_size, of_rank, strict=True):
                 assert loss <= 1e-5, (layout.name, rank)
                 assert parameters <= 1e-4, (layout.name, rank)
+
+
+@pytest.mark.parametrize("layout", [*ALONE, *ONE_MICROBATCH], ids=lambda layout: layout.name)
+def test_no_receive_starts_before_what_it_waits_for(layout):
+    """All work of a microbatch waits for what was done before of the same one."""
+    size = layout.num_microbatches
+    for row in table(layout.schedule, layout.pp, layout.stages_per_rank, size):
+        messages = pipeline.Messages(types.SimpleNamespace(row=row))
+        begun = []
+        messages.expect = begun.append
+        for action in messages.actions():
+            assert begun[0] == action
+            assert all(each.microbatch != action.microbatch for each in begun[1:])
+            begun.clear()
 
 
 def test_dualpipev_on_an_odd_number_of_ranks(gloo_ranks, plan_of):
