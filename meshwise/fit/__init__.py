@@ -3,6 +3,7 @@
 from meshwise.fit.calibrate import calibrate
 from meshwise.fit.doubts import doubts
 from meshwise.fit.sheet import off_sheet
+from meshwise.fit.slowdowns import ended_first
 from meshwise.fit.transfer import completed, transfer
 
-__all__ = ["calibrate", "completed", "doubts", "off_sheet", "transfer"]
+__all__ = ["calibrate", "completed", "doubts", "ended_first", "off_sheet", "transfer"]

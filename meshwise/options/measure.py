@@ -243,8 +243,8 @@ class OverlapOptions(MeasureOptions):
     "Of the messages; 16M,256M by default, on CPUs 256K,4M."
     layers: bool = False
     "The model's layers beside the messages of their FSDP2 unit, instead of its largest product."
-    microbatch_size: Annotated[int, Range(1)] = 1
-    "Of models: sequences at once."
+    microbatch_size: Annotated[int | None, Range(1)] = None
+    "Of models: sequences at once; 1 by default, of layers as many as measure profile takes first."
     seq_len: Annotated[int | None, Range(1)] = None
     "Of models: tokens of a sequence."
     backends: Annotated[tuple[str, ...], PYTHON] = ()

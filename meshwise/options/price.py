@@ -5,10 +5,11 @@ from typing import Annotated, Literal
 
 from meshwise.options import Content, File, Options, Range, SomeModel
 from meshwise.spec.costs import SizeRule
-from meshwise.spec.op import Dtype, Regime
+from meshwise.spec.op import Direction, Redop, Regime, SentDtype
 
 _WHAT = (
-    "A collective (all_reduce ...), memory-bound work (copy ...), gemm, attention, layer or unit."
+    "A collective (all_reduce ...), memory-bound work (copy ...), gemm, attention, conv, layer or "
+    "unit."
 )
 _SIZE = "Bytes, as 64MiB: nccl-tests' size of a collective, or what work reads and writes."
 
@@ -25,6 +26,10 @@ class PriceOptions(Options):
     "Between the ranks of a group: 8 is one rank on each host of eight."
     in_place: Literal["usual", "yes", "no"] = "usual"
     "Whether a collective is in place; usually, as in training, all-reduces are."
+    op: Redop = "sum"
+    "How a collective reduces."
+    root: Annotated[int, Range(0)] = 0
+    "The rank of the group that is the root of broadcast, reduce, gather or scatter."
     splits: Content | None = None
     "Of all_to_all_v: a JSON file with a row for each rank, the bytes that it sends to each."
     tables: str | None = None
@@ -32,7 +37,12 @@ class PriceOptions(Options):
     rule: SizeRule = "busiest"
     "Of all_to_all_v: which even exchange it is priced as, by the busiest rank or as ml_perf_model."
     shape: str | None = None
-    "Of a product M,N,K; of attention BATCH,TOKENS,HEADS,HEAD_DIM."
+    (
+        "Of a product M,N,K; of attention BATCH,TOKENS,HEADS,HEAD_DIM; of a convolution "
+        "BATCH,IN,OUT,HEIGHT,WIDTH,KERNEL,STRIDE."
+    )
+    groups: Annotated[int, Range(1, 2**20)] = 1
+    "Of a product: experts that share its rows."
     trans: Literal["nn", "nt", "tn"] = "nt"
     "Which operands of a product are transposed; nt is a linear layer's forward."
     model: SomeModel | None = None
@@ -47,9 +57,9 @@ class PriceOptions(Options):
     "Ranks that share a layer's sequences."
     ep: Annotated[int, Range(1, 2**10)] = 1
     "Ranks that share a layer's experts."
-    direction: Literal["forward", "backward"] = "forward"
-    "Of a layer or attention."
-    dtype: Dtype | None = None
+    direction: Direction = "forward"
+    "Of a layer, attention or a convolution (backward: of the input and of the weights)."
+    dtype: SentDtype | None = None
     "By default that of the plans made from these prices."
     regime: Regime | None = None
     "By default as a training step runs it."

@@ -55,6 +55,9 @@ def calibrate(
         log.warning("these runs hold no sample that prices rest on; name runs of measure profile")
     if lacking := _lacking(loaded):
         log.warning("%s", lacking)
+    early = sum(fit.ended_first(one) for _, samples in loaded for one in samples)
+    if early:
+        log.warning("%d overlaps are in no price: one side ended long before the other", early)
     for doubt in fit.doubts(costs):
         log.warning("%s", doubt)
     prices: list[Fitted] = [*costs.curves, *costs.surfaces, *costs.factors]

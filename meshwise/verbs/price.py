@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from meshwise import models
 from meshwise.models import Piece, catalogue, placement
@@ -21,6 +21,7 @@ from meshwise.spec import (
     Attention,
     Block,
     Collective,
+    Convolution,
     Curve,
     Elementwise,
     Factor,
@@ -34,19 +35,32 @@ from meshwise.spec import (
     Surface,
     WideResNet,
 )
-from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Dtype, ElementwiseKind
+from meshwise.spec.op import (
+    DTYPE_BYTES,
+    REDUCING,
+    ROOTED,
+    WHOLE_NUMBERS,
+    CollectiveKind,
+    Dtype,
+    ElementwiseKind,
+    SentDtype,
+)
 from meshwise.units import format_bytes, parse_bytes
 from meshwise.verbs import files, measure
 
 COLLECTIVES, MEMORY_BOUND = get_args(CollectiveKind), get_args(ElementwiseKind)
 _MODEL = ("model", "tp", "dtype")
 _RUN = ("regime", "backend")
+_EVEN = ("size", "group", "stride", "in_place", "dtype", *_RUN)
 USES = {
-    **dict.fromkeys(COLLECTIVES, ("size", "group", "stride", "in_place", "dtype", *_RUN)),
+    **{
+        kind: (*_EVEN, *["op"] * (kind in REDUCING), *["root"] * (kind in ROOTED))
+        for kind in COLLECTIVES
+    },
     "all_to_all_v": ("splits", "tables", "rule", "dtype", *_RUN),
     **dict.fromkeys(MEMORY_BOUND, ("size", "direction", *_RUN)),
-    "gemm": ("size", "shape", "trans", "dtype", *_RUN),
-    "attention": ("size", "shape", "direction", "dtype", *_RUN),
+    "gemm": ("size", "shape", "trans", "groups", "dtype", *_RUN),
+    **dict.fromkeys(("attention", "conv"), ("size", "shape", "direction", "dtype", *_RUN)),
     "layer": (*_MODEL, "cp", "ep", "microbatch_size", "seq_len", "direction"),
     "unit": (*_MODEL, "group", "stride", *_RUN),
 }  # fmt: skip
@@ -69,7 +83,7 @@ class Priced(Record, kw_only=True):
 @keywords(PriceOptions)
 def price(asked: PriceOptions) -> list[Priced]:
     """Price an operation: a collective or memory-bound work of some bytes, a product, attention, a
-    layer of a model, or the collectives of one of its FSDP units."""
+    convolution, a layer of a model, or the collectives of one of its FSDP units."""
     costs = files.prices(asked.costs)
     prices, dtype = Prices(costs, datasheet=True), asked.dtype or costs.dtype
 
@@ -80,7 +94,7 @@ def price(asked: PriceOptions) -> list[Priced]:
     return [of(op, prices, run(op)) for op in _ops(asked, dtype)]
 
 
-def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
+def _ops(asked: PriceOptions, dtype: SentDtype) -> Sequence[Op]:
     what = asked.what.replace("-", "_")
     if what not in USES:
         raise ValueError(f"what = {asked.what!r}: must be one of {', '.join(USES)}")
@@ -88,6 +102,8 @@ def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
         raise ValueError(f"{min(odd)}: the price of {what} does not depend on it; leave it out")
     if what in COLLECTIVES:
         return [_collective(what, asked, dtype)]
+    if dtype in WHOLE_NUMBERS:
+        raise ValueError(f"dtype = {dtype!r}: only collectives have it")
     if what in MEMORY_BOUND:
         half = _bytes(asked) // 2
         parts = {"read_bytes": half, "write_bytes": _bytes(asked) - half}
@@ -95,13 +111,25 @@ def _ops(asked: PriceOptions, dtype: Dtype) -> Sequence[Op]:
     if what == "gemm":
         m, n, k = _extents(asked, "M,N,K")
         trans: dict[str, Any] = {"trans_a": asked.trans[0] == "t", "trans_b": asked.trans[1] == "t"}
-        return [typed(Gemm(m=m, n=n, k=k, **trans), dtype)]
+        return [typed(Gemm(m=m, n=n, k=k, groups=asked.groups, **trans), cast("Dtype", dtype))]
     if what == "attention":
         batch, tokens, heads, width = _extents(asked, "BATCH,TOKENS,HEADS,HEAD_DIM")
         sizes = {"q_len": tokens, "kv_len": tokens, "heads": heads, "kv_heads": heads}
         of = {"dtype": dtype, "direction": asked.direction}
         return [Attention(batch=batch, head_dim=width, **sizes, **of)]  # type: ignore[arg-type]
+    if what == "conv":
+        return _convolutions(asked, dtype)
     return _layer(asked, dtype) if what == "layer" else _unit(asked, dtype)
+
+
+def _convolutions(asked: PriceOptions, dtype: SentDtype) -> list[Convolution]:
+    """Return the products of a convolution's forward or its backward."""
+    names = ("batch", "in_channels", "out_channels", "height", "width", "kernel", "stride")
+    extents = _extents(asked, "BATCH,IN,OUT,HEIGHT,WIDTH,KERNEL,STRIDE")
+    how: dict[str, Any] = {"dtype": dtype, **dict(zip(names, extents, strict=True))}
+    backward = asked.direction == "backward"
+    products: tuple[Any, ...] = ("dgrad", "wgrad") if backward else ("forward",)
+    return [Convolution(product=product, **how) for product in products]
 
 
 def _bytes(asked: PriceOptions) -> int:
@@ -122,10 +150,11 @@ def _extents(asked: PriceOptions, names: str) -> list[int]:
     return list(map(int, words))
 
 
-def _collective(kind: str, asked: PriceOptions, dtype: Dtype) -> Collective:
+def _collective(kind: str, asked: PriceOptions, dtype: SentDtype) -> Collective:
     usual = "yes" if kind == "all_reduce" else "no"
     in_place = (usual if asked.in_place == "usual" else asked.in_place) == "yes"
     how: dict[str, Any] = {"kind": kind, "dtype": dtype, "in_place": in_place}
+    how |= {"redop": asked.op, "root": asked.root}
     if kind != "all_to_all_v":
         group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
         return Collective(size_bytes=_bytes(asked), **group, **how)
@@ -149,7 +178,7 @@ def _model(asked: PriceOptions) -> Any:
     return catalogue.find_any(asked.model)
 
 
-def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
+def _layer(asked: PriceOptions, dtype: SentDtype) -> list[Block]:
     model = _model(asked)
     seq_len = asked.seq_len or (1 if isinstance(model, WideResNet) else model.max_seq_len)
     layout = Layout(
@@ -161,14 +190,14 @@ def _layer(asked: PriceOptions, dtype: Dtype) -> list[Block]:
     )
     if reason := placement.obstacle(model, seq_len, layout):
         raise ValueError(reason)
-    blocks = models.blocks_of(model, seq_len, layout, dtype)
+    blocks = models.blocks_of(model, seq_len, layout, cast("Dtype", dtype))
     return [
         block for ((part, _), way), block in blocks.items()
         if part == "layer" and way == asked.direction
     ]  # fmt: skip
 
 
-def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
+def _unit(asked: PriceOptions, dtype: SentDtype) -> list[Op]:
     """Return the gather of a layer's parameters, and the scatter of their gradients."""
     model = _model(asked)
     if reason := placement.obstacle(model, 1, Layout(tp=asked.tp)):
@@ -177,7 +206,7 @@ def _unit(asked: PriceOptions, dtype: Dtype) -> list[Op]:
     elements = sum(weight.num_elements for weight in first) // asked.tp
     elements -= elements % asked.group
     group: dict[str, Any] = {"group_size": asked.group, "group_stride": asked.stride}
-    sent: tuple[tuple[CollectiveKind, Dtype], ...] = (
+    sent: tuple[tuple[CollectiveKind, SentDtype], ...] = (
         ("all_gather", dtype), ("reduce_scatter", Recipe().reduce)
     )  # fmt: skip
     return [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise import models
-from meshwise.fit import calibrate
+from meshwise.fit import calibrate, ended_first
 from meshwise.fit.curves import fit_curve
 from meshwise.fit.factors import fit_factors
 from meshwise.fit.laws import alpha_beta
@@ -480,6 +480,7 @@ def test_slowdowns_are_medians_of_samples_that_ran_beside_each_other():
         beside(block, "reduce_scatter", (1.5, 3.0)),
         beside(product, "all_gather", (1.25, 1.75)),
     ]
+    assert [*map(ended_first, samples)] == [False] * 3 + [True] + [False] * 2
     found = calibrate([(INFO, samples)]).slowdowns
     assert [(type(of.like.compute), of.like.collective.kind) for of in found] == [
         (Block, "all_gather"), (Block, "reduce_scatter"), (Gemm, "all_gather")

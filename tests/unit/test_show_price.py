@@ -68,6 +68,25 @@ def test_each_kind_of_work(capsys):
     assert scattered.op.size_bytes == 2 * gathered.op.size_bytes  # fp32 gradients
 
 
+def test_whatever_is_measured_can_be_asked(capsys):
+    """Reductions other than sum, roots, whole numbers, experts' products and convolutions."""
+    from meshwise import store
+    from meshwise.prices import unmeasured
+    from meshwise.spec import Cluster
+    from meshwise.verbs import files
+
+    store.write("costs.json", unmeasured(files.take("h100-hgx", Cluster)))
+    (largest,) = verb.price(what="all_reduce", size="1MiB", dtype="int8", op="max")
+    assert (largest.op.redop, largest.op.dtype) == ("max", "int8")
+    (sent,) = verb.price(what="broadcast", size="1MiB", root=1)
+    assert sent.op.root == 1
+    (grouped,) = verb.price(what="gemm", shape="4096,512,512", groups=8)
+    assert grouped.op.groups == 8
+    back = verb.price(what="conv", shape="32,64,64,56,56,3,1", direction="backward")
+    assert [price.op.product for price in back] == ["dgrad", "wgrad"]
+    assert all(price.op.flops == 2 * 32 * 64 * 64 * 56 * 56 * 9 for price in back)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -85,6 +104,10 @@ def test_each_kind_of_work(capsys):
         ("layer --model gpt-2.6b --seq-len 0", "error: --seq-len = 0: must be >= 1"),
         ("layer --model gpt-2.6b --dtype fp8", "error: --dtype = 'fp8': is priced and measured of"),
         ("gemm 8,8,8 --dtype fp8", "gemm fp8 nt tensor cold; measure it: meshwise measure gemm --"),
+        ("gemm 8,8,8 --dtype int8", "error: --dtype = 'int8': only collectives have it"),
+        ("all_gather 1MiB --op max", "error: --op: the price of all_gather does not depend on it"),
+        ("broadcast 1MiB --root 4", "error: --root = 4: must be < 2 ranks"),
+        ("conv 8,8,8", "error: shape = '8,8,8': must be BATCH,IN,OUT,HEIGHT,WIDTH,KERNEL,STRIDE"),
         ("h2d 1MiB", "measure it: meshwise measure health, then"),  # no profile has it
     ],
 )

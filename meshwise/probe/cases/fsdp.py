@@ -1,10 +1,13 @@
 """``measure fsdp``: the messages that FSDP2 sends for a model, unit by unit. No torch."""
 
-from meshwise.models import fsdp
+from collections.abc import Iterator
+
+from meshwise.models import blocks_of, fsdp
 from meshwise.models.catalogue import find
 from meshwise.options.measure import FsdpOptions
 from meshwise.probe.cases.scope import Scope, distinct, models_of
-from meshwise.spec import Case, Derived
+from meshwise.spec import AnyModel, Case, Derived, Layout, Overlap
+from meshwise.spec.op import Dtype
 
 DEFAULT = {"cuda": "llama-3-70b", "cpu": "gpt-30m"}
 
@@ -50,3 +53,17 @@ def _together(units: list[str]) -> str:
     ranges = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
     layers = [f"layers {ranges}"] if ranges else []
     return ", ".join([*layers, *(["root"] if "root" in units else [])])
+
+
+def beside_units(
+    model: AnyModel, seq_len: int, microbatch_size: int, ranks: int, dtype: Dtype
+) -> Iterator[Overlap]:
+    """Yield each kind of layer beside the messages of its FSDP2 unit over ``ranks``: forward beside
+    the gather, backward beside the gather and the reduction."""
+    sent = fsdp.planned(model, shard=ranks, param_dtype=dtype)
+    messages = {one.collective.kind: one.collective for one in sent if one.unit != "root"}
+    layout = Layout(microbatch_size=microbatch_size)
+    for ((part, _), way), block in blocks_of(model, seq_len, layout, dtype).items():
+        for kind, message in messages.items() if part == "layer" else ():
+            if way == "backward" or kind == "all_gather":
+                yield Overlap(compute=block, collective=message)

@@ -1,18 +1,16 @@
 """``measure overlap``: work of a model's layer beside training's collectives. No torch."""
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any, cast
 
-from meshwise.models import blocks_of
-from meshwise.models.catalogue import default_workload
 from meshwise.models.decoder import products
-from meshwise.models.fsdp import planned
 from meshwise.options.measure import OverlapOptions
 from meshwise.prices import in_step
+from meshwise.probe.cases.fsdp import beside_units
+from meshwise.probe.cases.profile import profile_of
 from meshwise.probe.cases.scope import Scope, models_of, typed
 from meshwise.probe.cases.sizes import parse_sizes
-from meshwise.spec import DTYPE_BYTES, AnyModel, Case, Collective, Gemm, Layout, Overlap
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Overlap
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
 _SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # the dtype that training sends
@@ -33,13 +31,14 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     if asked.layers:
         if not asked.model:
             raise ValueError("layers: whose? add --model, as --model gpt-2.6b")
+        profile = profile_of(scope, None, asked.seq_len)
         return [
             Case(op=op, world_size=ranks, **in_step(op, scope.cluster, lowering)._asdict())
             for model in models_of(asked)
             for op in beside_units(
                 model,
-                asked.seq_len or default_workload(scope.cluster, model).seq_len,
-                asked.microbatch_size,
+                profile.length(model),
+                asked.microbatch_size or profile.microbatches(model)[0],
                 ranks,
                 scope.dtype,
             )
@@ -77,22 +76,8 @@ def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
     ]
 
 
-def beside_units(
-    model: AnyModel, seq_len: int, microbatch_size: int, ranks: int, dtype: Dtype
-) -> Iterator[Overlap]:
-    """Yield each kind of layer beside the messages of its FSDP2 unit over ``ranks``: forward beside
-    the gather, backward beside the gather and the reduction."""
-    sent = planned(model, shard=ranks, param_dtype=dtype)
-    messages = {one.collective.kind: one.collective for one in sent if one.unit != "root"}
-    layout = Layout(microbatch_size=microbatch_size)
-    for ((part, _), way), block in blocks_of(model, seq_len, layout, dtype).items():
-        for kind, message in messages.items() if part == "layer" else ():
-            if way == "backward" or kind == "all_gather":
-                yield Overlap(compute=block, collective=message)
-
-
 def _product(scope: Scope, model: Any, asked: OverlapOptions) -> Gemm:
     tokens = asked.seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
-    found = products(model, asked.microbatch_size, tokens)
+    found = products(model, asked.microbatch_size or 1, tokens)
     dense = [one.gemm for one in found if one.part == "layer" and one.gemm.groups == 1]
     return typed(max(dense, key=lambda gemm: gemm.flops), scope.dtype)

@@ -33,8 +33,8 @@ from meshwise.models.catalogue import default_model, default_workload
 from meshwise.options.measure import ProfileOptions, largest_bytes
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
+from meshwise.probe.cases.fsdp import beside_units
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
-from meshwise.probe.cases.overlap import beside_units
 from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.spec import (
     DTYPE_BYTES,
