@@ -38,6 +38,7 @@ from meshwise.spec import (
     Record,
     Shaped,
     Sized,
+    Spread,
     Tier,
 )
 from meshwise.spec.op import Dtype
@@ -171,6 +172,22 @@ class Overhead(Record, kw_only=True):
     source: str
 
 
+class UsualSpread(Spread, kw_only=True):
+    """The spread of ranks of which none was measured."""
+
+    source: str
+
+
+class UsualFailures(Record, kw_only=True):
+    """Seconds between failures of one device with its share of the host, bytes a second that a host
+    writes to storage, and seconds from a failure to training again."""
+
+    device_s: PositiveFloat
+    host_bytes_per_s: PositiveFloat
+    restart_s: PositiveFloat
+    source: str
+
+
 class Attainable(Record, kw_only=True):
     """The content of ``data/attainable.toml``."""
 
@@ -189,6 +206,8 @@ class Attainable(Record, kw_only=True):
     clocks: Clocks
     host: Host
     overhead: Overhead
+    spread: UsualSpread
+    failures: UsualFailures
 
 
 @cache

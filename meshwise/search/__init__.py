@@ -3,6 +3,7 @@
 from meshwise.search.bill import bill
 from meshwise.search.explain import explain
 from meshwise.search.find import NoLayout, find, given
+from meshwise.search.goodput import goodput
 from meshwise.search.predict import predict
 from meshwise.search.sizes import cheapest, fewest
 from meshwise.search.space import check
@@ -13,5 +14,5 @@ from meshwise.search.within import Space, space_of
 
 __all__ = [
     "NoLayout", "Space", "bill", "cheapest", "check", "explain", "fewest", "find", "given",
-    "predict", "space_of", "spans", "what_if", "why_not",
+    "goodput", "predict", "space_of", "spans", "what_if", "why_not",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
-from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, WhatIf, WhyNot
+from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, Goodput, WhatIf, WhyNot
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -10,6 +10,7 @@ from meshwise.spec.costs import (
     HeldOut,
     PriceTier,
     Slowdown,
+    Spread,
     Surface,
 )
 from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Workload, rank_of
@@ -98,6 +99,7 @@ __all__ = [
     "Experts",
     "Factor",
     "Gemm",
+    "Goodput",
     "HeldOut",
     "Infeasible",
     "LanguageModel",
@@ -125,6 +127,7 @@ __all__ = [
     "Shaped",
     "Sized",
     "Slowdown",
+    "Spread",
     "Stage",
     "StageTimes",
     "Step",

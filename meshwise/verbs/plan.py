@@ -90,12 +90,13 @@ def _searched(
     """Return the best plan, and the counts of devices that were tried if none was given."""
     from meshwise import search
 
-    how = _how(asked)
+    how, tokens = _how(asked), asked.num_tokens
+    sizing = {**how, "failures": asked.failures}
     if asked.fewest:
-        return search.fewest(model, workload, prices, **how)
-    if asked.deadline_s is not None and asked.num_tokens is not None:
+        return search.fewest(model, workload, prices, **sizing)
+    if asked.deadline_s is not None and tokens is not None:
         return search.cheapest(
-            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s, **how
+            model, workload, prices, tokens=tokens, deadline_s=asked.deadline_s, **sizing
         )
     size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
     return search.find(model, workload, prices, num_devices=size, **how), ()
@@ -120,6 +121,10 @@ def _answered(
     the counts of devices tried."""
     from meshwise import search
 
+    failures, lost = asked.failures, None
+    if failures is not None:
+        lost = search.goodput(plan.model, plan.cluster, plan.layout.num_devices, **failures)
+    share = lost.share if lost else 1.0
     answers = Answers(
         why_not=tuple(
             search.why_not(
@@ -135,8 +140,9 @@ def _answered(
         sizes=sizes,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
+        goodput=lost,
         bills=tuple(
-            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts)
+            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts, share)
             for tokens in asked.billed
         ),
     )
