@@ -88,7 +88,8 @@ class Together(Record, kw_only=True):
 class Beside(Record, kw_only=True):
     """Speeds of work and of a data-parallel collective while both run, each over its speed alone.
     ``products`` (attention and convolutions, too) and ``memory``-bound work: beside the collective.
-    ``collective``: beside these. ``messages``: of both, if the work is another message.
+    ``collective``: beside these. ``messages``: of both, if the work is another message; if that
+    leaves its host of ``host_ranks`` devices, ``network``.
     ``measured``: of other work, and of the collective, by ``words_beside``."""
 
     products: PositiveFloat
@@ -96,12 +97,15 @@ class Beside(Record, kw_only=True):
     messages: PositiveFloat
     collective: PositiveFloat
     source: str
+    network: PositiveFloat = 1.0
+    host_ranks: NonNegative = 0
     measured: dict[str, tuple[PositiveFloat, PositiveFloat]] = {}
 
     def speed(self, op: Op, kind: str) -> tuple[float, float]:
         """Return the speeds of an operation and of the collective of a kind that runs beside it."""
         if isinstance(op, Collective):
-            return self.messages, self.messages
+            leaves = 0 < self.host_ranks <= (op.group_size - 1) * op.group_stride
+            return (self.network, self.network) if leaves else (self.messages, self.messages)
         for pair in (kind, words_beside(op, kind)):
             if pair in self.measured:
                 return self.measured[pair]
