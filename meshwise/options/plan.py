@@ -46,6 +46,11 @@ class PlanOptions(Options):
     "Sequences in a step."
     seq_len: int | None = None
     "Tokens in a sequence."
+    seq_lens: File | None = None
+    (
+        "A file of lengths of sequences, in tokens: also say how long steps take if microbatches "
+        "are padded to their longest sequence."
+    )
     expert_load: Literal["mean", "p95"] = "mean"
     (
         "Rows of the busiest rank's experts: an equal share, or the 95th percentile if tokens "

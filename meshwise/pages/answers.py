@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from meshwise.pages.table import ABSENT, Column, Table, filled, listed, percent
 from meshwise.pages.tables import batch, rate_unit
-from meshwise.spec import DeviceCount, Difference, Goodput, Plan, WhatIf, WhyNot
+from meshwise.spec import DeviceCount, Difference, Goodput, Plan, Varying, WhatIf, WhyNot
 from meshwise.units import format_bytes, format_count, format_seconds
 
 
@@ -15,10 +15,21 @@ def of(chosen: Plan) -> list[Table]:
         return []
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
-        *filled(_what_if(chosen, answers.what_if), _sizes(chosen)),
+        *filled(_what_if(chosen, answers.what_if), _varying(answers.varying), _sizes(chosen)),
         *([_goodput(answers.goodput)] if answers.goodput else []),
         *filled(_bills(chosen)),
     ]
+
+
+def _varying(found: Sequence[Varying]) -> Table:
+    return listed(
+        "Steps that differ",
+        found,
+        ("over", "what"),
+        ("p50", "p50_s", format_seconds),
+        ("p95", "p95_s", format_seconds),
+        legend=("Each by the p50 of the slowest rank, all else as in the plan.",),
+    )
 
 
 def _goodput(found: Goodput) -> Table:

@@ -1,6 +1,15 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
-from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, Goodput, WhatIf, WhyNot
+from meshwise.spec.answers import (
+    Answers,
+    Bill,
+    DeviceCount,
+    Difference,
+    Goodput,
+    Varying,
+    WhatIf,
+    WhyNot,
+)
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -134,6 +143,7 @@ __all__ = [
     "StepLine",
     "Surface",
     "Tier",
+    "Varying",
     "Way",
     "WeightLayout",
     "WhatIf",

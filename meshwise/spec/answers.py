@@ -105,6 +105,14 @@ class Bill(Record, kw_only=True):
     kwh: NonNegativeFloat | None = None
 
 
+class Varying(Record, kw_only=True):
+    """The quantiles of a step over ``what`` differs from step to step."""
+
+    what: str
+    p50_s: PositiveFloat
+    p95_s: PositiveFloat
+
+
 class Answers(Record, kw_only=True):
     """The answers to what was asked of a plan; empty where nothing was. ``bills``: of a
     million tokens, and of all ``tokens`` (or images) of the training."""
@@ -115,4 +123,5 @@ class Answers(Record, kw_only=True):
     tokens: PositiveFloat | None = None
     deadline_s: PositiveFloat | None = None
     goodput: Goodput | None = None
+    varying: tuple[Varying, ...] = ()
     bills: tuple[Bill, ...] = ()
