@@ -70,6 +70,18 @@ def some_seconds(name: str, given: str | float) -> float:
     return found
 
 
+def some_rate(name: str, given: str | float) -> float:
+    """Read bytes a second for the option ``name``: ``"373GB/s"``, or a number above 0."""
+    refused = ValueError(f"{name} = {given!r}: must be bytes a second, as 373GB/s")
+    try:
+        found = float(parse_bytes(given.removesuffix("/s")) if isinstance(given, str) else given)
+    except (ValueError, OverflowError):
+        raise refused from None
+    if not 0 < found < 1e300:
+        raise refused
+    return found
+
+
 def format_bytes(size_bytes: float) -> str:
     """Show binary units with one decimal: ``3.1 GiB``."""
     value, sign = abs(float(size_bytes)), "-" if size_bytes < 0 else ""

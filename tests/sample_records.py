@@ -30,6 +30,7 @@ from meshwise.spec import (
     Experts,
     Factor,
     Gemm,
+    Goodput,
     HeldOut,
     Infeasible,
     Layout,
@@ -43,6 +44,7 @@ from meshwise.spec import (
     Step,
     Surface,
     Tier,
+    Varying,
     WhatIf,
     WhyNot,
     WideResNet,
@@ -84,6 +86,8 @@ def prediction(step_time_s: float, peak_memory_bytes: float) -> Prediction:
     """10 % of interval; parts of 60, 30 and 10 %."""
     return Prediction(
         step_time_s=step_time_s,
+        p50_s=1.02 * step_time_s,
+        p95_s=1.03 * step_time_s,
         low_s=0.9 * step_time_s,
         high_s=1.1 * step_time_s,
         time_parts=_parts(step_time_s, "backward layer", "forward layer", "optimizer"),
@@ -159,14 +163,18 @@ def answered() -> Plan:
         sizes=(
             DeviceCount(num_devices=1, note="parameters and moments are too many"),
             DeviceCount(num_devices=2, layout=Layout(dp=2, microbatch_size=4), step_time_s=0.021,
-                        high_s=0.025),
-            DeviceCount(num_devices=4, layout=LAYOUT, step_time_s=0.010, high_s=0.011),
+                        high_s=0.025, p50_s=0.0212, goodput=0.951),
+            DeviceCount(num_devices=4, layout=LAYOUT, step_time_s=0.010, high_s=0.011,
+                        p50_s=0.0102, goodput=0.931),
         ),
+        varying=(Varying(what="lengths of sequences, padded", p50_s=0.0042, p95_s=0.0051),),
         tokens=300e9,
-        deadline_s=9 * 86400.0,
+        deadline_s=10 * 86400.0,
+        goodput=Goodput(share=0.931, failure_s=11160.0, checkpoint_s=20.0, each_s=660.0,
+                        restart_s=600.0),
         bills=(
-            Bill(tokens=1e6, seconds=2.44, device_hours=0.00271, dollars=0.00678, kwh=0.0019),
-            Bill(tokens=300e9, seconds=732421.9, device_hours=813.8, dollars=2034.5, kwh=569.7),
+            Bill(tokens=1e6, seconds=2.675, device_hours=0.002972, dollars=0.00743, kwh=0.00208),
+            Bill(tokens=300e9, seconds=802430.5, device_hours=891.6, dollars=2229.0, kwh=624.1),
         ),
     )  # fmt: skip
     return msgspec.structs.replace(plan(), answers=answers)

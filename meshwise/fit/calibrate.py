@@ -13,6 +13,7 @@ import msgspec
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
 from meshwise.fit.factors import fit_factors
 from meshwise.fit.slowdowns import fit_slowdowns
+from meshwise.fit.spread import fit_spread
 from meshwise.fit.surfaces import fit_surface
 from meshwise.prices import Prices
 from meshwise.prices.key import Category, Key, how, op_key
@@ -51,8 +52,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     use this one for every curve that it can be fitted to."""
     if len({cluster_digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
-    info = runs[0][0]
-    run_ids = tuple(info.run_id for info, _ in runs)
+    info, run_ids = runs[0][0], tuple(info.run_id for info, _ in runs)
     timed = [
         _Timed(
             sample,
@@ -88,6 +88,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     blocks = [each for each in groups if isinstance(each.about["like"], Block)]
     peaks = info.cluster.device.peak_flops
     usual: Dtype = "bf16" if "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+    everything = [sample for _, samples in runs for sample in samples]
     products = [op.dtype for each in timed if isinstance(op := each.sample.case.op, Shaped)]
     costs = Costs(
         cluster=info.cluster,
@@ -99,13 +100,13 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         world_size=info.world_size,
         curves=curves,
         surfaces=tuple(_with_noise(_surface(each, copies), each) for each in shaped),
+        slowdowns=fit_slowdowns(everything, run_ids),
+        spread=fit_spread(everything, info.world_size),
         runs=run_ids,
         versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
     )
-    prices = Prices(costs)
-    factors = fit_factors([(each.timed, each.about) for each in blocks], prices)
-    slowdowns = fit_slowdowns([sample for _, samples in runs for sample in samples], run_ids)
-    return msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns)
+    factors = fit_factors([(each.timed, each.about) for each in blocks], Prices(costs))
+    return msgspec.structs.replace(costs, factors=factors)
 
 
 def cluster_digest(cluster: Cluster) -> str:

@@ -15,7 +15,7 @@ from meshwise.options import (
     Time,
 )
 from meshwise.options.models import DECODERS, MODELS
-from meshwise.units import parse_count, some_seconds
+from meshwise.units import parse_count, some_rate, some_seconds
 
 _COMPUTED = [name for name in DECODERS if not name.startswith(("gpt-oss", "llama-4"))]
 _MODEL = (
@@ -46,6 +46,11 @@ class PlanOptions(Options):
     "Sequences in a step."
     seq_len: int | None = None
     "Tokens in a sequence."
+    seq_lens: File | None = None
+    (
+        "A file of lengths of sequences, in tokens: also say how long steps take if microbatches "
+        "are padded to their longest sequence."
+    )
     expert_load: Literal["mean", "p95"] = "mean"
     (
         "Rows of the busiest rank's experts: an equal share, or the 95th percentile if tokens "
@@ -82,6 +87,20 @@ class PlanOptions(Options):
     "Plan for the count of devices that takes --tokens within this time, as 10d, most cheaply."
     tokens: Many | None = None
     "Tokens (or images) of the whole training, as 300B."
+    goodput: bool = False
+    (
+        "Also count failures, checkpoints and restarts: the share of the time that trains, how "
+        "often to save a checkpoint, and what --tokens and --deadline then take."
+    )
+    mtbf_per_gpu: Time | None = None
+    "Mean time between failures of a device with its share of the host; 50,700h by default."
+    checkpoint: Time | None = None
+    (
+        "How long a checkpoint stops training, as 30s, or the rate at which all ranks together "
+        "write it, as 2TB/s; 1GB/s a host by default."
+    )
+    restart: Time | None = None
+    "How long it takes from a failure to training again; 10m by default."
     price_per_gpu_hour: float | None = None
     "Dollars of a device hour: what the plan costs for a million tokens, and for --tokens."
     watts: float | None = None
@@ -106,6 +125,9 @@ class PlanOptions(Options):
             )
         if len(sizing) > 1:
             raise ValueError(f"deadline = {self.deadline!r}: leave it out, or fewest")
+        given = [name for name in ("mtbf_per_gpu", "checkpoint", "restart") if getattr(self, name)]
+        if self.failures is None and given:
+            raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: counts with goodput alone")
         if self.num_tokens is None and self.deadline_s is not None:
             raise ValueError(f"deadline = {self.deadline!r}: say for how many tokens, as 300B")
 
@@ -122,6 +144,26 @@ class PlanOptions(Options):
         if not (found := parse_count(str(self.tokens), "tokens")):
             raise ValueError(f"tokens = {self.tokens!r}: must be > 0, as 300B")
         return found
+
+    @property
+    def failures(self) -> dict[str, float] | None:
+        """The keywords of ``search.goodput`` that were given; None if it was not asked for."""
+        if not self.goodput:
+            return None
+        is_rate = str(self.checkpoint).endswith("/s")
+        asked = {
+            "device_s": ("mtbf_per_gpu", some_seconds),
+            "bytes_per_s" if is_rate else "checkpoint_s": (
+                "checkpoint",
+                some_rate if is_rate else some_seconds,
+            ),
+            "restart_s": ("restart", some_seconds),
+        }
+        return {
+            word: read(name, given)
+            for word, (name, read) in asked.items()
+            if (given := getattr(self, name)) is not None
+        }
 
     @property
     def billed(self) -> tuple[float, ...]:

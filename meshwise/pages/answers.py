@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from meshwise.pages.table import ABSENT, Column, Table, filled, listed, percent
 from meshwise.pages.tables import batch, rate_unit
-from meshwise.spec import DeviceCount, Difference, Plan, WhatIf, WhyNot
+from meshwise.spec import DeviceCount, Difference, Goodput, Plan, Varying, WhatIf, WhyNot
 from meshwise.units import format_bytes, format_count, format_seconds
 
 
@@ -15,8 +15,32 @@ def of(chosen: Plan) -> list[Table]:
         return []
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
-        *filled(_what_if(chosen, answers.what_if), _sizes(chosen), _bills(chosen)),
+        *filled(_what_if(chosen, answers.what_if), _varying(answers.varying), _sizes(chosen)),
+        *([_goodput(answers.goodput)] if answers.goodput else []),
+        *filled(_bills(chosen)),
     ]
+
+
+def _varying(found: Sequence[Varying]) -> Table:
+    return listed(
+        "Steps that differ",
+        found,
+        ("over", "what"),
+        ("p50", "p50_s", format_seconds),
+        ("p95", "p95_s", format_seconds),
+        legend=("Each by the p50 of the slowest rank, all else as in the plan.",),
+    )
+
+
+def _goodput(found: Goodput) -> Table:
+    failure, saved, each, again = map(
+        format_seconds, (found.failure_s, found.checkpoint_s, found.each_s, found.restart_s)
+    )
+    said = (
+        f"{percent(found.share)} of the time trains: a failure each {failure}, a checkpoint of "
+        f"{saved} after each {each} of work, which is best, and {again} for a restart."
+    )
+    return Table("Goodput", (), (), (said,))
 
 
 def _sizes(chosen: Plan) -> Table:
@@ -32,7 +56,11 @@ def _sizes(chosen: Plan) -> Table:
     def hours(one: DeviceCount) -> float | None:
         return (seconds(one) or 0.0) * one.num_devices / 3600 if one.layout else None
 
+    def goodput(one: DeviceCount) -> float | None:
+        return one.goodput if one.layout else None
+
     of_all: tuple[Column, ...] = (
+        *((("goodput", goodput, percent),) if answers.goodput else ()),
         (f"{format_count(answers.tokens or 0)} {_unit(chosen)} take", seconds, format_seconds),
         ("at most", high, format_seconds),
         ("device hours", hours, _amount),
@@ -54,10 +82,17 @@ def _sizes(chosen: Plan) -> Table:
         legend=(
             *lacking,
             f"<: the plan. Every count has the same batch, {size}.",
+            *(_counted(chosen) if answers.tokens else ()),
             *filter(None, [late]),
         ),
         left=2,
     )
+
+
+def _counted(chosen: Plan) -> tuple[str]:
+    """Say by which seconds of a step a training is counted."""
+    lost = ", over the goodput" if chosen.answers.goodput else ", of steps alone"
+    return (f"Times are by the p50 of a step{lost}.",)
 
 
 def _amount(number: float) -> str:
@@ -86,7 +121,7 @@ def _bills(chosen: Plan) -> Table:
         ("time", "seconds", format_seconds),
         ("device hours", "device_hours", _amount),
         *rates,
-        legend=(f"Of steps alone, by the predicted time; it may be up to {most} more.",),
+        legend=(*_counted(chosen), f"It may be up to {most} more."),
         left=0,
     )
 

@@ -18,6 +18,7 @@ from meshwise.spec import (
     Factor,
     HeldOut,
     Plan,
+    Spread,
     Surface,
     WideResNet,
     Workload,
@@ -175,8 +176,15 @@ def costs(prices: Costs) -> list[Table]:
         ),
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
-    found = filled(curves, surfaces, _by_data_sheet(prices))
-    return [*found, factors if prices.factors else none, *filled(_slowdowns(prices))]
+    found = [*filled(curves, surfaces, _by_data_sheet(prices)), factors if prices.factors else none]
+    return [*found, *filled(_slowdowns(prices)), *_spread(prices.spread)]
+
+
+def _spread(of: Spread | None) -> list[Table]:
+    if of is None:
+        return []
+    said = f"lasting {percent(of.lasting)}, from call to call {percent(of.passing)}"
+    return [Table(f"Ranks differ in their times (standard deviations): {said}.", (), ())]
 
 
 def _slowdowns(prices: Costs) -> Table:
@@ -229,7 +237,9 @@ def plan(chosen: Plan) -> list[Table]:
     if told.tier == "datasheet" and not chosen.runs:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
-    said = (*_last_row(candidates), *_tight(chosen, candidates), *_ties(candidates))
+    said = (
+        *_slowest(chosen), *_last_row(candidates), *_tight(chosen, candidates), *_ties(candidates),
+    )  # fmt: skip
     legend = (*said, LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
         _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
@@ -238,6 +248,15 @@ def plan(chosen: Plan) -> list[Table]:
         parts(chosen),
         *_stages(chosen),
     ]
+
+
+def _slowest(chosen: Plan) -> tuple[str, ...]:
+    """Say how long the first row takes, where it waits for the slowest of several ranks."""
+    told = chosen.prediction
+    if told is None or told.p50_s is None or told.p95_s is None:
+        return ()
+    p50, p95, ranks = *map(format_seconds, (told.p50_s, told.p95_s)), chosen.layout.num_devices
+    return (f"Row 1, with the slowest of {ranks} rank(s): p50 {p50}, p95 {p95} a step.",)
 
 
 def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from meshwise.spec import (
     Record,
     Shaped,
     Sized,
+    Spread,
     Tier,
 )
 from meshwise.spec.op import Dtype
@@ -87,7 +88,8 @@ class Together(Record, kw_only=True):
 class Beside(Record, kw_only=True):
     """Speeds of work and of a data-parallel collective while both run, each over its speed alone.
     ``products`` (attention and convolutions, too) and ``memory``-bound work: beside the collective.
-    ``collective``: beside these. ``messages``: of both, if the work is another message.
+    ``collective``: beside these. ``messages``: of both, if the work is another message; if that
+    leaves its host of ``host_ranks`` devices, ``network``.
     ``measured``: of other work, and of the collective, by ``words_beside``."""
 
     products: PositiveFloat
@@ -95,12 +97,15 @@ class Beside(Record, kw_only=True):
     messages: PositiveFloat
     collective: PositiveFloat
     source: str
+    network: PositiveFloat = 1.0
+    host_ranks: NonNegative = 0
     measured: dict[str, tuple[PositiveFloat, PositiveFloat]] = {}
 
     def speed(self, op: Op, kind: str) -> tuple[float, float]:
         """Return the speeds of an operation and of the collective of a kind that runs beside it."""
         if isinstance(op, Collective):
-            return self.messages, self.messages
+            leaves = 0 < self.host_ranks <= (op.group_size - 1) * op.group_stride
+            return (self.network, self.network) if leaves else (self.messages, self.messages)
         for pair in (kind, words_beside(op, kind)):
             if pair in self.measured:
                 return self.measured[pair]
@@ -171,6 +176,22 @@ class Overhead(Record, kw_only=True):
     source: str
 
 
+class UsualSpread(Spread, kw_only=True):
+    """The spread of ranks of which none was measured."""
+
+    source: str
+
+
+class UsualFailures(Record, kw_only=True):
+    """Seconds between failures of one device with its share of the host, bytes a second that a host
+    writes to storage, and seconds from a failure to training again."""
+
+    device_s: PositiveFloat
+    host_bytes_per_s: PositiveFloat
+    restart_s: PositiveFloat
+    source: str
+
+
 class Attainable(Record, kw_only=True):
     """The content of ``data/attainable.toml``."""
 
@@ -189,6 +210,8 @@ class Attainable(Record, kw_only=True):
     clocks: Clocks
     host: Host
     overhead: Overhead
+    spread: UsualSpread
+    failures: UsualFailures
 
 
 @cache

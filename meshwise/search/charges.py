@@ -124,12 +124,16 @@ def _grown(op: Op, other: Op, by: int, of: int) -> Op:
 
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     """Return how data-parallel messages and other work slow each other down within a pipeline rank.
-    Messages that leave the host do not share their links with tensor parallelism's."""
+    If they leave the host, they share their links with other messages that do, as experts' over
+    ranks of several hosts, and not with tensor parallelism's."""
     cluster, known = prices.costs.cluster, prices.beside
     if cluster.device.kind == "cpu":
         return None
-    leaves = inside.tp * inside.data_ranks > cluster.num_devices_per_host
-    return msgspec.structs.replace(known, messages=1.0) if leaves else known
+    host_ranks = cluster.num_devices_per_host
+    if inside.tp * inside.data_ranks <= host_ranks:
+        return known
+    apart = {"messages": 1.0, "network": known.messages, "host_ranks": host_ranks}
+    return msgspec.structs.replace(known, **apart)
 
 
 def copies_take(prices: Prices) -> tuple[float, float]:

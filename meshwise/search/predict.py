@@ -23,9 +23,11 @@ from meshwise.models.decoder import weights
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
+from meshwise.search.charges import MESSAGES
 from meshwise.search.pipeline import BUBBLE, StepTime, Timetable, peak_memory, step_time, timetable
-from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
+from meshwise.search.simulate import SHARING, SUMS, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
+from meshwise.search.tail import tail
 from meshwise.spec import (
     DTYPE_BYTES,
     TIERS,
@@ -44,6 +46,7 @@ from meshwise.spec import (
 from meshwise.spec.layout import rank_of
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
+PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
 OUTSIDE = "CUDA and NCCL, outside the allocator"
 _flops = lru_cache(step_flops)
 
@@ -72,8 +75,12 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
     notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
     where = (f"memory peaks on rank {rank}",) if rank else ()
+    messages_s = sum(step.parts.get(part, 0.0) for part in PASSED)
+    p50_s, p95_s = tail(step.time_s, messages_s, model, layout, prices)
     return Prediction(
         step_time_s=step.time_s,
+        p50_s=p50_s,
+        p95_s=p95_s,
         low_s=step.time_s * max(0.0, 1 - relative),
         high_s=step.time_s * (1 + relative),
         time_parts=_parts(step.parts, relative),

@@ -7,16 +7,16 @@ memory of all its devices: wherever they lie, every element lies somewhere.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwise.models import num_parameters
 from meshwise.search.find import NoLayout, find
+from meshwise.search.goodput import STATE_BYTES, goodput
 from meshwise.search.space import divisors
 from meshwise.spec import AnyModel, Cluster, Costs, DeviceCount, Plan, Workload
 from meshwise.units import format_bytes, format_count, format_seconds
 
-STATE_BYTES = 12  # of a parameter: itself and two moments
 log = logging.getLogger("meshwise")
 Tried = tuple[Plan | None, DeviceCount]
 
@@ -28,12 +28,18 @@ def counts(cluster: Cluster) -> list[int]:
 
 
 def fewest(
-    model: AnyModel, workload: Workload, costs: Costs, **how: Any
+    model: AnyModel,
+    workload: Workload,
+    costs: Costs,
+    *,
+    failures: Mapping[str, float] | None = None,
+    **how: Any,
 ) -> tuple[Plan, tuple[DeviceCount, ...]]:
     """Return the fastest plan on the fewest devices on which the model fits, and all counts up to
-    it. If it fits on no count a NoLayout is raised. ``how``: options of ``find``."""
+    it. If it fits on no count a NoLayout is raised. ``failures``: what was given of them
+    (``goodput``), if they count; ``how``: options of ``find``."""
     tried = list[DeviceCount]()
-    for plan, size in _tried(model, workload, costs, how):
+    for plan, size in _tried(model, workload, costs, failures, how):
         tried.append(size)
         if plan is not None:
             return plan, tuple(tried)
@@ -47,11 +53,13 @@ def cheapest(
     *,
     tokens: float,
     deadline_s: float,
+    failures: Mapping[str, float] | None = None,
     **how: Any,
 ) -> tuple[Plan, tuple[DeviceCount, ...]]:
     """Return the plan that takes ``tokens`` (of images: so many) within ``deadline_s`` seconds in
-    the fewest device hours, and all counts. If none does, or fits, a ValueError says so."""
-    found = [*_tried(model, workload, costs, how)]
+    the fewest device hours, and all counts; further arguments as of ``fewest``. If none does, or
+    fits, a ValueError says so."""
+    found = [*_tried(model, workload, costs, failures, how)]
     sizes = tuple(size for _, size in found)
     planned = [(plan, size) for plan, size in found if plan is not None]
     if not planned:
@@ -70,7 +78,11 @@ def cheapest(
 
 
 def _tried(
-    model: AnyModel, workload: Workload, costs: Costs, how: dict[str, Any]
+    model: AnyModel,
+    workload: Workload,
+    costs: Costs,
+    failures: Mapping[str, float] | None,
+    how: dict[str, Any],
 ) -> Iterator[Tried]:
     """Yield the best plan of each count, or None, and what was found."""
     states = STATE_BYTES * num_parameters(model)
@@ -88,6 +100,7 @@ def _tried(
             continue
         told = plan.prediction
         assert told is not None
+        lost = None if failures is None else goodput(model, costs.cluster, count, **failures)
         yield (
             plan,
             DeviceCount(
@@ -95,6 +108,8 @@ def _tried(
                 layout=plan.layout,
                 step_time_s=told.step_time_s,
                 high_s=told.high_s,
+                p50_s=told.usual_s,
+                goodput=lost.share if lost else 1.0,
             ),
         )
 

@@ -1,6 +1,15 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
-from meshwise.spec.answers import Answers, Bill, DeviceCount, Difference, WhatIf, WhyNot
+from meshwise.spec.answers import (
+    Answers,
+    Bill,
+    DeviceCount,
+    Difference,
+    Goodput,
+    Varying,
+    WhatIf,
+    WhyNot,
+)
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import (
     TIERS,
@@ -10,6 +19,7 @@ from meshwise.spec.costs import (
     HeldOut,
     PriceTier,
     Slowdown,
+    Spread,
     Surface,
 )
 from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Workload, rank_of
@@ -98,6 +108,7 @@ __all__ = [
     "Experts",
     "Factor",
     "Gemm",
+    "Goodput",
     "HeldOut",
     "Infeasible",
     "LanguageModel",
@@ -125,12 +136,14 @@ __all__ = [
     "Shaped",
     "Sized",
     "Slowdown",
+    "Spread",
     "Stage",
     "StageTimes",
     "Step",
     "StepLine",
     "Surface",
     "Tier",
+    "Varying",
     "Way",
     "WeightLayout",
     "WhatIf",

@@ -61,14 +61,28 @@ class WhatIf(Record, kw_only=True):
     faster: NonNegativeFloat = 0.0
 
 
+class Goodput(Record, kw_only=True):
+    """The ``share`` of the time that trains (``search.goodput``), and what it rests on: seconds
+    between failures, of a checkpoint, of the work before each (``each_s``), and of a restart."""
+
+    share: PositiveFloat
+    failure_s: PositiveFloat
+    checkpoint_s: PositiveFloat
+    each_s: NonNegativeFloat
+    restart_s: PositiveFloat
+
+
 class DeviceCount(Record, kw_only=True):
-    """The best layout on so many devices, with the upper end of its step time's interval; None, and
-    the reason in ``note``, if there is none."""
+    """The best layout on so many devices, with the upper end of its step time's interval, the
+    median step (``Prediction.p50_s``) and the ``goodput``, 1 if not asked for. Layout None, and the
+    reason in ``note``, if there is none."""
 
     num_devices: Positive
     layout: Layout | None = None
     step_time_s: NonNegativeFloat = 0.0
     high_s: NonNegativeFloat = 0.0
+    p50_s: NonNegativeFloat = 0.0
+    goodput: PositiveFloat = 1.0
     note: str = ""
 
     def check(self) -> None:
@@ -77,7 +91,7 @@ class DeviceCount(Record, kw_only=True):
 
     def seconds(self, tokens: float, workload: Workload) -> float:
         """Return the time of so many tokens, or images."""
-        return tokens / workload.tokens * self.step_time_s
+        return tokens / workload.tokens * (self.p50_s or self.step_time_s) / self.goodput
 
 
 class Bill(Record, kw_only=True):
@@ -91,6 +105,14 @@ class Bill(Record, kw_only=True):
     kwh: NonNegativeFloat | None = None
 
 
+class Varying(Record, kw_only=True):
+    """The quantiles of a step over ``what`` differs from step to step."""
+
+    what: str
+    p50_s: PositiveFloat
+    p95_s: PositiveFloat
+
+
 class Answers(Record, kw_only=True):
     """The answers to what was asked of a plan; empty where nothing was. ``bills``: of a
     million tokens, and of all ``tokens`` (or images) of the training."""
@@ -100,4 +122,6 @@ class Answers(Record, kw_only=True):
     sizes: tuple[DeviceCount, ...] = ()
     tokens: PositiveFloat | None = None
     deadline_s: PositiveFloat | None = None
+    goodput: Goodput | None = None
+    varying: tuple[Varying, ...] = ()
     bills: tuple[Bill, ...] = ()

@@ -185,6 +185,14 @@ class Slowdown(Price, kw_only=True):
     collective: PositiveFloat
 
 
+class Spread(Record, kw_only=True):
+    """Differences between equal ranks, as standard deviations of logarithms of times: those that
+    last as long as the ranks work, and those of single calls of a layer, which pass."""
+
+    lasting: NonNegativeFloat
+    passing: NonNegativeFloat
+
+
 class Costs(Record, kw_only=True):
     """Everything that ``plan`` needs to know about a cluster's speed.
 
@@ -200,6 +208,7 @@ class Costs(Record, kw_only=True):
     surfaces: tuple[Surface, ...]
     factors: tuple[Factor, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()
+    spread: Spread | None = None  # None: not measured
     memory_overhead_bytes: NonNegative = 0  # seen by the device but not by the allocator
     runs: tuple[str, ...]
     versions: dict[str, str] = {}  # of device, torch, nccl and driver when it was measured

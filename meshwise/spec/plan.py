@@ -55,7 +55,8 @@ class Prediction(Record, kw_only=True):
     peak; None if the device's peak is unknown. ``time_parts``: of the rank that ends last.
     ``stage_times``: one for every stage of a pipeline. ``tier``: the lowest tier of the prices
     used; None in older files. ``errors``: the possible errors in seconds, by group of prices and
-    part of the step; they add up within a group, and groups are independent.
+    part of the step; they add up within a group, and groups are independent. ``p50_s``, ``p95_s``:
+    quantiles of the step that waits for the slowest rank (``search.tail``); None in older files.
     """
 
     step_time_s: PositiveFloat
@@ -72,7 +73,14 @@ class Prediction(Record, kw_only=True):
     stage_times: tuple[StageTimes, ...] = ()
     notes: tuple[str, ...] = ()  # prices that were extrapolated or stood in for another
     tier: PriceTier | None = None
+    p50_s: PositiveFloat | None = None
+    p95_s: PositiveFloat | None = None
     errors: dict[str, dict[str, NonNegativeFloat]] = {}
+
+    @property
+    def usual_s(self) -> float:
+        """The seconds of a step to count on over a long training."""
+        return self.p50_s or self.step_time_s
 
     def difference_error_s(self, other: "Prediction") -> float:
         """Return the possible error of the difference of two step times. Where both do work of one

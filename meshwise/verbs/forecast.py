@@ -23,7 +23,7 @@ from meshwise.reshard import bounds, tiles, transfer
 from meshwise.reshard.holdings import Holdings, buffers, holdings
 from meshwise.spec import DTYPE_BYTES, Cluster, Resharding
 from meshwise.spec.refit import Bound, Forecast
-from meshwise.units import format_bytes, format_rate, parse_bytes
+from meshwise.units import format_bytes, format_rate, some_rate
 
 Loads = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ def links(cluster: Cluster, rate: str | float | None = None) -> LinkRates | None
     device, per_host = cluster.device, cluster.num_devices_per_host
     inner = cluster.tiers[0] if cluster.tiers else None
     if rate is not None:
-        link, said = _parsed(rate), "--rate"
+        link, said = some_rate("rate", rate), "--rate"
     elif any(name in device.name for name in ("H100", "H200")):
         link, said = transfer.PEER_BYTES_PER_S, "peer copies measured on H200"
     elif inner is not None and inner.bytes_per_s:
@@ -60,20 +60,6 @@ def links(cluster: Cluster, rate: str | float | None = None) -> LinkRates | None
     memory = device.peak_memory_bytes_per_s or inf
     name = f"{format_rate(link, 'B/s')} ({said})"
     return LinkRates(bounds.Rates(name, link, between, memory), per_host)
-
-
-def _parsed(rate: str | float) -> float:
-    """Parse bytes a second. The ValueError names the option."""
-    refused = ValueError(f"rate = {rate!r}: must be bytes a second, as 373GB/s")
-    try:
-        found = float(
-            rate if isinstance(rate, float | int) else parse_bytes(rate.removesuffix("/s"))
-        )
-    except (ValueError, OverflowError):
-        raise refused from None
-    if not 0 < found < 1e300:
-        raise refused
-    return found
 
 
 def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from meshwise import timeline
+from meshwise.files import read_text
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
-from meshwise.prices import on_hosts, unmeasured
+from meshwise.prices import Prices, on_hosts, unmeasured
 from meshwise.spec import (
     Answers,
     AnyModel,
@@ -62,6 +63,7 @@ def plan(asked: PlanOptions) -> Plan:
     if batch is None and layout is not None:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
+    lengths = _lengths(asked, chosen, workload)
     sizes: tuple[DeviceCount, ...] = ()
     if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
@@ -76,7 +78,7 @@ def plan(asked: PlanOptions) -> Plan:
         _warn_of_memory(found)
     else:
         found, sizes = _searched(chosen, workload, prices, asked)
-    found = _answered(found, asked, prices, others, sizes)
+    found = _answered(found, asked, prices, others, sizes, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
         spans = search.spans(found, prices, measured_only=measured_only)
@@ -90,12 +92,13 @@ def _searched(
     """Return the best plan, and the counts of devices that were tried if none was given."""
     from meshwise import search
 
-    how = _how(asked)
+    how, tokens = _how(asked), asked.num_tokens
+    sizing = {**how, "failures": asked.failures}
     if asked.fewest:
-        return search.fewest(model, workload, prices, **how)
-    if asked.deadline_s is not None and asked.num_tokens is not None:
+        return search.fewest(model, workload, prices, **sizing)
+    if asked.deadline_s is not None and tokens is not None:
         return search.cheapest(
-            model, workload, prices, tokens=asked.num_tokens, deadline_s=asked.deadline_s, **how
+            model, workload, prices, tokens=tokens, deadline_s=asked.deadline_s, **sizing
         )
     size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
     return search.find(model, workload, prices, num_devices=size, **how), ()
@@ -115,11 +118,18 @@ def _answered(
     prices: Costs,
     others: Sequence[Layout],
     sizes: tuple[DeviceCount, ...],
+    lengths: Sequence[int],
 ) -> Plan:
     """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``; ``sizes``:
-    the counts of devices tried."""
+    the counts of devices tried; ``lengths``: those of ``seq_lens``."""
     from meshwise import search
 
+    failures, lost = asked.failures, None
+    if failures is not None:
+        lost = search.goodput(plan.model, plan.cluster, plan.layout.num_devices, **failures)
+    share, known = lost.share if lost else 1.0, Prices(prices, datasheet=not asked.measured_only)
+    varying = [search.by_length(plan, known, lengths)] if lengths else []
+    varying += [search.by_load(plan, known)] if asked.expert_load == "p95" else []
     answers = Answers(
         why_not=tuple(
             search.why_not(
@@ -135,8 +145,10 @@ def _answered(
         sizes=sizes,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
+        goodput=lost,
+        varying=tuple(varying),
         bills=tuple(
-            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts)
+            search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts, share)
             for tokens in asked.billed
         ),
     )
@@ -207,6 +219,22 @@ def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
         what, model.name or "the model", seq_len, model.max_seq_len,
     )  # fmt: skip
     return msgspec.structs.replace(model, max_seq_len=seq_len)
+
+
+def _lengths(asked: PlanOptions, model: AnyModel, workload: Workload) -> list[int]:
+    """Read the lengths of ``seq_lens``: whole numbers, with commas, spaces or lines between."""
+    if asked.seq_lens is None:
+        return []
+    words = read_text(asked.seq_lens).replace(",", " ").split()
+    if wrong := [word for word in words if not word.isdecimal() or len(word) > 12]:
+        raise ValueError(f"{asked.seq_lens}: {wrong[0]!r:.40} must be a number of tokens, as 512")
+    found, most = [int(word) for word in words], workload.seq_len
+    if isinstance(model, WideResNet) or not found or not 0 < min(found) <= max(found) <= most:
+        raise ValueError(
+            f"seq_lens: must be lengths of 1 to {most} tokens, of a language model; give --seq-len "
+            "for longer ones"
+        )
+    return found
 
 
 def _loaded(model: AnyModel) -> AnyModel:

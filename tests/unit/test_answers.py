@@ -397,7 +397,7 @@ def test_the_cheapest_count_that_meets_a_deadline():
         count: meshwise.plan("gpt-125m", gpus=count, out="one.json", **asked)
         for count in (1, 2, 4, 8)
     }
-    seconds = {count: tokens / plan.prediction.tokens_per_s for count, plan in alone.items()}
+    seconds = {n: tokens / 32 / 256 * plan.prediction.p50_s for n, plan in alone.items()}
     for deadline in (1.01 * seconds[1], 1.01 * seconds[4], 1.01 * seconds[8]):
         plan = meshwise.plan("gpt-125m", deadline=deadline, tokens="10B", **asked)
         in_time = [count for count in seconds if seconds[count] <= deadline]
@@ -439,7 +439,7 @@ def test_money_and_energy_by_hand():
     asked = {"tokens": "300B", "price_per_gpu_hour": 2.5, "watts": 700}
     plan = meshwise.plan("gpt-125m", **asked, **SMALL)
     some, whole = plan.answers.bills
-    rate = 32 * 256 / plan.prediction.step_time_s
+    rate = 32 * 256 / plan.prediction.p50_s
     assert some.tokens == 1e6 and some.seconds == pytest.approx(1e6 / rate)
     assert whole.device_hours == pytest.approx(8 * 300e9 / rate / 3600)
     assert whole.dollars == pytest.approx(2.5 * 8 * 300e9 / rate / 3600)

@@ -99,6 +99,24 @@ def test_an_all_reduce_between_hosts_is_its_closed_form():
     assert time_s(there, swap) == pytest.approx(launch_s + ring_s)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "send_recv"])
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_groups_that_work_at_once_share_the_network_of_a_host(kind, stride):
+    """Four hosts of 8 A100, groups of every ``stride``-th rank, all at once: what leaves a host
+    goes at 0.8 of its NICs together, 8 x 25 GB/s, however many groups it is of. A ring sends each
+    byte of its 32 / stride parts but one over a host's border, an exchange the three quarters of
+    what each rank has that are for other hosts; pairs are one message of each rank."""
+    there, size = shipped("dgx-a100-80gb", 4), 2**34
+    ranks = 32 // stride
+    sent = stride * size * (ranks - 1) / ranks  # as many groups touch a host
+    if kind == "all_to_all":
+        sent = 8 * size * 3 / 4
+    if kind == "send_recv":
+        ranks, stride, sent = 2, 8, 8 * size
+    op = Collective(kind=kind, size_bytes=size, group_size=ranks, group_stride=stride)
+    assert sent / time_s(there, op) == pytest.approx(0.8 * 8 * 25e9, rel=0.01)
+
+
 def test_a_small_collective_in_a_graph_takes_what_the_data_sheet_says():
     """Read off the samples of 4 H200: one call a graph, no symmetric memory, below 64 KiB."""
     folder = BENCHMARKS / "2026-11-27-four/collectives/runs"

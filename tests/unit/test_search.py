@@ -23,7 +23,7 @@ from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import balance, bound, intra_op_parts, pipeline, room, simulate, space
 from meshwise.search import stage as stages
-from meshwise.search.charges import Corrections, charges
+from meshwise.search.charges import Corrections, beside_of, charges
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
@@ -970,6 +970,29 @@ def test_each_kind_of_message_slows_work_down_as_it_was_measured():
     (action,), _ = run_program(program, lambda t: Charge(seconds[t.name], t.name, "", 0), known)
     assert (action.time_s, action.lag_s) == (8 + 4 + 3, 0)
     assert known.fastest == (1, 1)
+
+
+@pytest.mark.parametrize(("size", "due_s"), [(4, 6.0), (2, 4.0)])
+def test_messages_between_hosts_share_the_network(costs, size, due_s):
+    """A gather (4) between two hosts of two, and another message (2) between work: among all four
+    ranks it takes twice as long, while half of it passes of the gather; within a host both pass
+    as if alone. Then the optimizer's input waits for what is left of the gather."""
+    prices = Prices(two_hosts(costs))
+    prices.beside = attainable().beside  # two users of a link have half of it each
+    ops = {
+        "gather": Collective(kind="all_gather", size_bytes=8, group_size=2, group_stride=2),
+        "other": Collective(kind="all_to_all", size_bytes=8, group_size=size),
+    }
+    gather, other = task("gather", "dp", writes="w"), task("other", "compute")
+    tasks = [msgspec.structs.replace(of, op=ops[of.name]) for of in (gather, other)]
+    whole = (*tasks, task("end", "compute", "w"))
+    program = Program(whole, {}, {}, frozenset(), (ActionSpan("F", 0, 0, 3),))
+    seconds = {"gather": 4.0, "other": 2.0, "end": 0.0}
+    beside = beside_of(Layout(dp=2, tp=2, microbatch_size=1), prices)
+    (action,), _ = run_program(program, lambda t: Charge(seconds[t.name], t.name, "", 0), beside)
+    assert action.time_s == due_s
+    within = beside_of(Layout(tp=2, microbatch_size=1), prices)
+    assert within == prices.beside
 
 
 @given(
