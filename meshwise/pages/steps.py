@@ -157,8 +157,7 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
         memory = MeasuredQuantity(measured=peak_bytes)
     if (told := plan.prediction) is not None and op.mode == "train":
         time = _beside(median_s, told.step_time_s, told.low_s, told.high_s)
-        ends = told.peak_memory_bytes, told.memory_low_bytes, told.memory_high_bytes
-        memory = _beside(peak_bytes, *ends) if peak_bytes else None
+        memory = _beside(peak_bytes, *told.allocated_bytes) if peak_bytes else None
     return usual(
         status="ok",
         mode=op.mode,

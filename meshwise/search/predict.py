@@ -44,10 +44,10 @@ from meshwise.spec import (
     layer_kinds,
 )
 from meshwise.spec.layout import rank_of
+from meshwise.spec.plan import OUTSIDE_ALLOCATOR
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
 PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
-OUTSIDE = "CUDA and NCCL, outside the allocator"
 _flops = lru_cache(step_flops)
 
 
@@ -159,7 +159,7 @@ def memory_of(
     rank, peak = peak_memory(stages, times, *in_between, most)
     images = images_bytes(model, workload, layout)
     total = peak.total_bytes + costs.memory_overhead_bytes + images
-    apart = {"images": images, OUTSIDE: costs.memory_overhead_bytes}
+    apart = {"images": images, OUTSIDE_ALLOCATOR: costs.memory_overhead_bytes}
     return layout.devices_of(rank)[0], Peak(total, peak.parts | apart)
 
 

@@ -20,6 +20,7 @@ from meshwise.spec.vision import WideResNet
 SCHEMA_VERSION = 3  # 1 had no pipelines, 2 no placements of operations
 
 MOST_GRAPHS = 64  # that one rank may compile
+OUTSIDE_ALLOCATOR = "CUDA and NCCL, outside the allocator"  # a part of the memory
 CHANNELS = "channels"  # the dim of convolutions that tp divides
 
 
@@ -81,6 +82,13 @@ class Prediction(Record, kw_only=True):
     def usual_s(self) -> float:
         """The seconds of a step to count on over a long training."""
         return self.p50_s or self.step_time_s
+
+    @property
+    def allocated_bytes(self) -> tuple[float, float, float]:
+        """The peak that torch's allocator sees, with its interval."""
+        outside = sum(part.value for part in self.memory_parts if part.name == OUTSIDE_ALLOCATOR)
+        ends = self.peak_memory_bytes, self.memory_low_bytes, self.memory_high_bytes
+        return ends[0] - outside, max(0.0, ends[1] - outside), ends[2] - outside
 
     def difference_error_s(self, other: "Prediction") -> float:
         """Return the possible error of the difference of two step times. Where both do work of one

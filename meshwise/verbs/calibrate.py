@@ -4,8 +4,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from meshwise import store
 from meshwise.prices import TOO_NOISY, name_of
+from meshwise.prices.datasheet import attainable
 from meshwise.prices.measured import Fitted
 from meshwise.spec import Block, Cluster, Collective, Costs, RunInfo, Sample
 from meshwise.spec.costs import LawName
@@ -65,6 +68,9 @@ def calibrate(
         if price.held_out.noisy:
             busy = "; ".join(sorted({info.busy for info, _ in loaded} - {""})) or "no other load"
             log.warning("%s: %s (%s)", name_of(price, costs.cluster), TOO_NOISY, busy)
+    if costs.cluster.device.kind == "cuda":
+        outside = attainable().overhead.num_bytes
+        costs = msgspec.structs.replace(costs, memory_overhead_bytes=outside)
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs

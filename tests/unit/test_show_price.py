@@ -46,6 +46,12 @@ def test_logs_of_others_become_prices_and_a_plan(capsys):
     assert "nccl stands in" in " ".join(found["notes"])
     plan = meshwise.plan("gpt-2.6b", gpus=8, costs="costs.json")
     assert plan.prediction.tier == "datasheet" and plan.dtype == "bf16"
+    told = plan.prediction  # CUDA and NCCL take memory of which an allocator does not know
+    assert costs.memory_overhead_bytes == 2 * 2**30
+    assert told.allocated_bytes == tuple(
+        of - 2 * 2**30
+        for of in (told.peak_memory_bytes, told.memory_low_bytes, told.memory_high_bytes)
+    )
 
 
 def test_each_kind_of_work(capsys):
