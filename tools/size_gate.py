@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_462,
     "probe": 7_026,
     "reshard": 5_094,
-    "search": 4_936,
+    "search": 4_939,
     "spec": 3_228,
     "suites": 996,
     "verbs": 4_610,
