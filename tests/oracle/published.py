@@ -158,8 +158,15 @@ def compared(
         device = replace(device, memory_bytes=device.memory_bytes + math.ceil(more))
         costs = replace(costs, cluster=replace(costs.cluster, device=device))
     about, count = (model, workload, costs), theirs.layout.num_devices
-    plans = [search.find(*about, num_devices=count, top=1, within=of) for of in (*spaces, ANY)]
-    *like, best = [Candidate(layout=plan.layout, prediction=plan.prediction) for plan in plans]
+
+    def ours(space: Space) -> Candidate:
+        try:
+            plan = search.find(*about, num_devices=count, top=1, within=space)
+        except search.NoLayout:  # none of the space fits but theirs
+            return theirs
+        return Candidate(layout=plan.layout, prediction=plan.prediction)
+
+    *like, best = [ours(space) for space in (*spaces, ANY)]
     return Compared(theirs, like, best)
 
 
