@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_486,
     "probe": 7_028,
     "reshard": 5_094,
-    "search": 5_130,
+    "search": 5_133,
     "spec": 3_290,
     "suites": 996,
     "verbs": 4_662,

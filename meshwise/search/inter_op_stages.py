@@ -193,7 +193,7 @@ def _ways(asked: _Asked, rows: int) -> list[Layout]:
         if size > host and size % host:
             continue
         for tp in space.divisors(size):
-            if tp > host or rows % (size // tp):
+            if tp > host or (size > host and host % tp) or rows % (size // tp):
                 continue
             for shared in space.shared(size // tp, 1, tp, moe):
                 inside = space.unchecked(

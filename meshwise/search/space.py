@@ -111,6 +111,9 @@ def _candidates(
             if tp > host:
                 removed[f"tp = {tp} would leave the host (tp <= {host})"] += 1
                 continue
+            if inside > host and host % tp:
+                removed[f"tp = {tp}: its groups straddle hosts of {host}"] += 1
+                continue
             for cp in divisors(inside // tp):
                 dp = inside // tp // cp
                 if batch % dp:

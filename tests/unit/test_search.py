@@ -233,6 +233,17 @@ def test_replicas_are_for_several_hosts(costs):
     assert 2 not in {layout.pp for layout in three}
 
 
+def test_tp_divides_a_host(costs):
+    """Ranks 6, 7 and 8 of hosts of 8 are on two; within one host tp 3 may be."""
+    batch = Workload(global_batch_size=24, seq_len=512)
+    model = msgspec.structs.replace(MODEL, hidden=768, heads=6, ffn=3072, vocab=1536)
+    several, removed = legal_layouts(model, batch, two_hosts(costs, per_host=4), 6)
+    assert any(r.constraint == "tp = 3: its groups straddle hosts of 4" for r in removed)
+    assert 3 not in {layout.tp for layout in several}
+    one, _ = legal_layouts(model, batch, two_hosts(costs, per_host=8), 6)
+    assert 3 in {layout.tp for layout in one}
+
+
 def test_a_decoder_is_planned_as_it_is(costs):
     """tp cuts key and value heads, of which several ranks may compute one; an untied head exchanges
     nothing with the embedding."""
