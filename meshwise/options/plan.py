@@ -105,6 +105,11 @@ class PlanOptions(Options):
     "Dollars of a device hour: what the plan costs for a million tokens, and for --tokens."
     watts: float | None = None
     "Power of a device with all that it needs: the energy likewise."
+    measure_ties: Time | None = None
+    (
+        "Also run the layouts that tie with the first on this machine, each once for some steps, "
+        "at most two beyond this time, as 120s, and rank them by what they took."
+    )
     trace: File | None = None
     "Also write the predicted step of every rank here, for ui.perfetto.dev."
     out: File = "plan.json"
@@ -116,7 +121,7 @@ class PlanOptions(Options):
             if (rate := getattr(self, name)) is not None and not 0 < rate < float("inf"):
                 raise ValueError(f"{name} = {rate}: must be > 0")
         sizing = [name for name in ("fewest", "deadline") if getattr(self, name)]
-        searched = [name for name in ("what_if", "space") if getattr(self, name)]
+        searched = [name for name in ("what_if", "space", "measure_ties") if getattr(self, name)]
         for name in (*sizing, *searched) if self.layout is not None else ():
             raise ValueError(f"{name}: it searches, and a layout is given; leave one of them out")
         if sizing and self.gpus is not None:
@@ -135,6 +140,13 @@ class PlanOptions(Options):
     def deadline_s(self) -> float | None:
         """The deadline in seconds."""
         return None if self.deadline is None else some_seconds("deadline", self.deadline)
+
+    @property
+    def ties_s(self) -> float | None:
+        """The seconds to run layouts that tie."""
+        return (
+            None if self.measure_ties is None else some_seconds("measure_ties", self.measure_ties)
+        )
 
     @property
     def num_tokens(self) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from meshwise.pages.table import ABSENT, Column, Table, filled, listed, percent
 from meshwise.pages.tables import batch, rate_unit
-from meshwise.spec import DeviceCount, Difference, Goodput, Plan, Varying, WhatIf, WhyNot
+from meshwise.spec import DeviceCount, Difference, Goodput, Plan, TieRun, Varying, WhatIf, WhyNot
 from meshwise.units import format_bytes, format_count, format_seconds
 
 
@@ -15,10 +15,27 @@ def of(chosen: Plan) -> list[Table]:
         return []
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
-        *filled(_what_if(chosen, answers.what_if), _varying(answers.varying), _sizes(chosen)),
+        *filled(_ties(answers.ties), _what_if(chosen, answers.what_if)),
+        *filled(_varying(answers.varying), _sizes(chosen)),
         *([_goodput(answers.goodput)] if answers.goodput else []),
         *filled(_bills(chosen)),
     ]
+
+
+def _ties(found: Sequence[TieRun]) -> Table:
+    return listed(
+        "Layouts that tied, run on this machine",
+        found,
+        ("layout", "layout.name"),
+        ("predicted", "told_s", format_seconds),
+        ("measured", "measured_s", format_seconds),
+        ("error", "error", lambda error: percent(error, sign=True)),
+        ("note", "note"),
+        legend=(
+            "Measured: median over steps. Layouts rank by it; those that did not run by their "
+            "prediction, over the median of predicted/measured of those that did.",
+        ),
+    )
 
 
 def _varying(found: Sequence[Varying]) -> Table:

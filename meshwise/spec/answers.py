@@ -113,6 +113,23 @@ class Varying(Record, kw_only=True):
     p95_s: PositiveFloat
 
 
+class TieRun(Record, kw_only=True):
+    """A layout that ties with the first and was run: its predicted step, and the median of the
+    measured ones. ``run``: the name of its run directory. None, and why in ``note``, if it failed.
+    """
+
+    layout: Layout
+    told_s: PositiveFloat
+    measured_s: PositiveFloat | None = None
+    run: str = ""
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, minus 1."""
+        return None if self.measured_s is None else self.told_s / self.measured_s - 1
+
+
 class Answers(Record, kw_only=True):
     """The answers to what was asked of a plan; empty where nothing was. ``bills``: of a
     million tokens, and of all ``tokens`` (or images) of the training."""
@@ -124,4 +141,5 @@ class Answers(Record, kw_only=True):
     deadline_s: PositiveFloat | None = None
     goodput: Goodput | None = None
     varying: tuple[Varying, ...] = ()
+    ties: tuple[TieRun, ...] = ()
     bills: tuple[Bill, ...] = ()

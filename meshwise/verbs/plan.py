@@ -30,7 +30,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
-from meshwise.verbs import files
+from meshwise.verbs import files, ties
 
 DEFAULT_COSTS = "costs.json"
 log = logging.getLogger("meshwise")
@@ -78,6 +78,8 @@ def plan(asked: PlanOptions) -> Plan:
         _warn_of_memory(found)
     else:
         found, sizes = _searched(chosen, workload, prices, asked)
+        if (seconds := asked.ties_s) is not None:
+            found = ties.measured(found, seconds, asked.out)
     found = _answered(found, asked, prices, others, sizes, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
@@ -147,6 +149,7 @@ def _answered(
         deadline_s=asked.deadline_s,
         goodput=lost,
         varying=tuple(varying),
+        ties=plan.answers.ties,
         bills=tuple(
             search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts, share)
             for tokens in asked.billed

@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from meshwise import store
-from meshwise.spec import Layout, Model, Workload
+from meshwise.spec import Candidate, Layout, Model, Workload
+from meshwise.verbs import ties
 from tests.pace import paced
 
 pytestmark = pytest.mark.dist
@@ -91,3 +93,18 @@ def test_run_prints_predicted_beside_measured(tmp_path, plan_of):
     assert result["check_loss_error"] <= 1e-5
     info, _, _ = store.load(next(tmp_path.glob("runs/*")))
     assert info.status == "complete" and info.plan == plan
+
+
+def test_layouts_that_tie_rank_by_what_they_take(tmp_path, plan_of, monkeypatch):
+    """64 microbatches of one sequence take much longer than one of 64, whatever was told."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model = Model(name="tiny", hidden=64, layers=4, heads=4, ffn=256, vocab=128, max_seq_len=32)
+    slow = Layout(dp=2, zero=2, microbatch_size=1, num_microbatches=32)
+    fast = Layout(dp=2, zero=2, microbatch_size=32)
+    plan = plan_of(model, Workload(global_batch_size=64, seq_len=32), slow)
+    rival = Candidate(layout=fast, prediction=plan.prediction, ties=True)
+    found = ties.measured(msgspec.structs.replace(plan, runners_up=(rival,)), 60.0, "plan.json")
+    assert found.layout == fast and found.runners_up[0].layout == slow
+    took = {tie.layout: tie.measured_s for tie in found.answers.ties}
+    assert took[fast] < took[slow] and len(list(tmp_path.glob("runs/*"))) == 2
