@@ -12,7 +12,7 @@ ROOMS = {
     "attention": 4_344,
     "cli": 1_351,
     "engine": 3_224,
-    "fit": 1_253,
+    "fit": 1_256,
     "launch": 682,
     "models": 4_771,
     "nn": 1_362,
