@@ -26,7 +26,7 @@ ROOMS = {
     "spec": 3_228,
     "suites": 996,
     "verbs": 4_610,
-    "": 4_277,  # modules beside the rooms
+    "": 4_282,  # modules beside the rooms
 }
 
 
