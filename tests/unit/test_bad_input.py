@@ -293,6 +293,21 @@ def test_one_five_fold_outlier_moves_no_price_by_more_than_a_twentieth(n, seed, 
         assert after.estimate(op).time_s == pytest.approx(before.estimate(op).time_s, rel=0.05)
 
 
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+@pytest.mark.parametrize(
+    "times_us", [(16.33, 17.3, 16.36), (16.3, 16.4, 17.3, 17.4), (16.2, 16.3, 16.4, 17.3, 17.4)]
+)
+def test_one_outlier_of_a_few_unequal_timings_moves_no_price_by_more_than_a_twentieth(
+    times_us, factor
+):
+    """Two runs of one host's launches: 2 H100 took 16.3 us or 17.3."""
+    usual_s = fitted([sample(PRODUCTS[0], [1e-6 * t for t in times_us])]).surfaces[0].time_s
+    for at in range(len(times_us)):
+        times_s = [1e-6 * t * (factor if i == at else 1) for i, t in enumerate(times_us)]
+        (surface,) = fitted([sample(PRODUCTS[0], times_s)]).surfaces
+        assert surface.time_s == pytest.approx(usual_s, rel=0.05)
+
+
 def test_a_file_of_damaged_lines_alone_is_refused(folder):
     run_dir = Path(known.write_run(Path("runs"), known.info(), []))
     (run_dir / "samples.jsonl").write_text("{}\n" * (store.MOST_DAMAGED + 1))
