@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
+from meshwise.fit.doubts import doubted
 from meshwise.fit.factors import fit_factors
 from meshwise.fit.slowdowns import fit_slowdowns
 from meshwise.fit.surfaces import fit_surface
@@ -105,7 +106,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     prices = Prices(costs)
     factors = fit_factors([(each.timed, each.about) for each in blocks], prices)
     slowdowns = fit_slowdowns([sample for _, samples in runs for sample in samples], run_ids)
-    return msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns)
+    return doubted(msgspec.structs.replace(costs, factors=factors, slowdowns=slowdowns))
 
 
 def cluster_digest(cluster: Cluster) -> str:

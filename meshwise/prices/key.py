@@ -259,3 +259,9 @@ FIELDS: dict[type, dict[str, Role]] = {
         **_all(_coordinate("activation_elements"), "microbatch_size seq_len"),
     },
 }  # fmt: skip
+
+
+def outermost(group: str) -> tuple[int, str]:
+    """Return the ranks of a group over its outermost links, and the name of these."""
+    count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
+    return int(count or 1), links

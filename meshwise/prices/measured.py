@@ -40,7 +40,7 @@ from meshwise.prices.evaluate import (
     times_of,
     untested_as_unknown,
 )
-from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
+from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, outermost, size
 from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
     TIERS,
@@ -176,13 +176,13 @@ class Prices:
         key = self._key(op, run)
         price = self.known.get(key.category)
         if price is not None:
-            return _of_other_machine(self._at(price, op, key, own=True), price)
+            return _unsure(self._at(price, op, key, own=True), price)
         near = self._stand_in(op, key.category)
         if near is None:
             return self._unmeasured(key, op)
         other, apart = key._replace(category=near[0]), near[1]
         price = self.known[other.category]
-        found = _of_other_machine(self._at(price, op, other, own=False), price)
+        found = _unsure(self._at(price, op, other, own=False), price)
         said = f"{key.name} was not measured: {other.name} stands in"
         if isinstance(op, Elementwise) and op.kind != "copy":
             said = AS_COPIES
@@ -214,13 +214,13 @@ class Prices:
         """Return the curve of the same collective among other ranks over the same outermost links,
         with the number of ranks over these that is nearest to this one's."""
         wanted = dict(mine)
-        count, links = _outermost(wanted.pop("group"))
+        count, links = outermost(wanted.pop("group"))
         found: list[tuple[float, Curve]] = []
         for category, price in self.known.items():
             words = dict(category)
             theirs = words.pop("group", "")
             if words == wanted and isinstance(price, Curve):
-                others, their_links = _outermost(theirs)
+                others, their_links = outermost(theirs)
                 if links == their_links:
                     found.append((abs(math.log(count / others)), price))
         return min(found, key=lambda each: each[0])[1] if found else None
@@ -274,7 +274,7 @@ class Prices:
         if isinstance(op, Collective) and name in COLLECTIVES_APART:
             return COLLECTIVES_APART[name]
         if name == "group":  # as many ranks over the same outermost links
-            return APART["group"] if _outermost(mine) == _outermost(theirs) else math.inf
+            return APART["group"] if outermost(mine) == outermost(theirs) else math.inf
         if name == "dtype" and isinstance(op, Shaped) and self._peaks(mine, theirs) is None:
             return math.inf
         return APART.get(name, math.inf)
@@ -474,8 +474,11 @@ def _elsewhere(price: Fitted) -> str:
     return f"were measured on {price.transferred_from}, and scaled by data sheets"
 
 
-def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
-    """Widen a price that another machine's measurements gave."""
+def _unsure(found: Estimate, price: Fitted) -> Estimate:
+    """Widen a price that looks wrong, or that another machine's measurements gave."""
+    if price.doubt:
+        note = both_notes(found.note, price.doubt)
+        found = found._replace(error=max(found.error, 1.0), note=note)
     if not price.transferred_from:
         return found
     note = both_notes(found.note, f"prices that {_elsewhere(price)}")
@@ -485,12 +488,6 @@ def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
 def in_bursts(op: Op, estimate: Estimate) -> bool:
     """Whether an operation was priced at clocks that long work does not keep."""
     return isinstance(op, Shaped) and estimate.source != "datasheet"
-
-
-def _outermost(group: str) -> tuple[int, str]:
-    """Return the ranks of a group over its outermost links, and the name of these."""
-    count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
-    return int(count or 1), links
 
 
 def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:

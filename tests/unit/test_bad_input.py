@@ -125,6 +125,23 @@ def test_constant_times_and_few_sizes_are_named():
         assert said.startswith("too few sizes") and said.endswith(f"all_gather 4 by nvlink ({n})")
 
 
+@pytest.mark.parametrize(
+    ("time_s", "said"),
+    [
+        (lambda size: 20e-6, "constant, all 10 sizes took"),
+        (lambda size: 1e3 * gather_s(size), "times what its data sheet says, are the units right?"),
+    ],
+)
+def test_prices_that_look_wrong_as_a_whole_say_so_and_are_100_percent_unsure(time_s, said):
+    """At a measured size, between and beyond, and of what they stand in for."""
+    prices = Prices(fitted([thrice(gather(size), time_s(size)) for size in SIZES]))
+    asked = [gather(size) for size in (SIZES[3], SIZES[3] + 64, 4 * SIZES[-1])]
+    for op in [*asked, msgspec.structs.replace(asked[0], dtype="fp32")]:
+        found = prices.estimate(op)
+        assert said in found.note and found.error >= 1
+    assert Prices(fitted(GATHERS)).estimate(asked[0]).error < 0.02
+
+
 def test_good_samples_raise_no_doubt():
     assert not doubts(fitted(GATHERS))
     assert not doubts(fitted(GATHERS, known.CLUSTER))
@@ -204,7 +221,7 @@ def layers(factors) -> list[Sample]:
 def test_layers_in_other_units_are_named(factor):
     assert not [said for said in doubts(fitted(layers([2, 2, 2]))) if "layer" in said]
     (all_off,) = [one for one in doubts(fitted(layers([factor] * 3))) if one.startswith("layer")]
-    assert "all 3 points" in all_off and "its operations say; are the units right?" in all_off
+    assert "all 3 points" in all_off and "its operations say, are the units right?" in all_off
     (one_off,) = [one for one in doubts(fitted(layers([2, 2, factor]))) if one.startswith("layer")]
     assert f"{LAYERS[2].activation_elements:g} elements" in one_off
 
@@ -228,9 +245,11 @@ def test_whatever_is_half_off_at_points_left_out_is_said_to_be_too_noisy(caplog)
 
 
 @pytest.mark.usefixtures("folder")
-def test_runs_that_price_nothing_say_so(caplog):
-    meshwise.calibrate(known.write_run(Path("runs"), known.info(), []))
-    assert "these runs hold no sample that prices rest on" in caplog.text
+def test_runs_that_price_nothing_are_refused_with_what_to_do():
+    run = known.write_run(Path("runs"), known.info(), [])
+    with pytest.raises(ValueError, match="no sample that prices rest on; name runs of measure"):
+        meshwise.calibrate(run)
+    assert not Path("costs.json").exists()
 
 
 def test_a_single_timing_has_the_scatter_of_its_curve_as_noise():
