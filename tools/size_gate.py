@@ -20,7 +20,7 @@ ROOMS = {
     "pages": 6_351,
     "parallel": 3_185,
     "prices": 1_465,
-    "probe": 7_026,
+    "probe": 7_048,
     "reshard": 5_094,
     "search": 4_936,
     "spec": 3_230,
