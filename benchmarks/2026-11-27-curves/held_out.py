@@ -1,6 +1,6 @@
 """Errors of curves at points left out, and the time of fits and prices.
 
-Usage: held_out.py [COSTS.json]; without it, the six logs of 8 A100 in tests/data (nccl-tests).
+Usage: held_out.py [RUN...]; without one, the six logs of 8 A100 in tests/data (nccl-tests).
 """
 
 import sys
@@ -9,11 +9,10 @@ import time
 import numpy as np
 
 from meshwise import store
-from meshwise.fit import laws
+from meshwise.fit import calibrate, laws
 from meshwise.fit.curves import fit_curve
 from meshwise.prices import times_of
 from meshwise.prices.laws import KnotTimes
-from meshwise.spec import Costs
 from tests.unit.test_laws import ABOUT, logs
 
 NAMES = ("lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "sigmoid")
@@ -39,7 +38,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         curves = [
             (np.asarray(c.x_bytes), np.asarray(c.time_s))
-            for c in store.read(sys.argv[1], Costs).curves
+            for c in calibrate([store.load(path)[:2] for path in sys.argv[1:]]).curves
         ]
     else:
         curves = [(x, t) for *_, x, t in logs()]
