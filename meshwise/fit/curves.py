@@ -57,13 +57,16 @@ def fit_curve(
     law: LawName | None = None,
 ) -> Curve:
     """Fit a curve through ``points`` (bytes -> seconds). ``about``: the fields of its ``Price``.
-    ``few``: sizes with fewer than three timings. ``law``: use this one if it can be fitted."""
+    ``few``: sizes with fewer than three timings. ``law``: use this one, or else ``cubic``, and fit
+    no other."""
     x, t, no_knots = _knots(points, few)
     sheet = Datasheet(cluster) if cluster else None
     like = about["like"]
     bus = bus_factor(like) if isinstance(like, Collective) else 1.0
     lines = sheet.lines(like) if sheet and isinstance(like, Collective) else []
     fits = laws.fits(bus, lines)
+    if law:
+        fits = {name: fit for name, fit in fits.items() if name in (law, "cubic")}
     predicted = _left_out(x, t, fits)
     found = {
         name: Law(parameters=parameters, held_out=held_out(*predicted.get(name, ([], []))))

@@ -75,7 +75,7 @@ def op_key(op: Op, how: How, cluster: Cluster) -> Key:
     for kind, name, value in marks(op, cluster):
         if kind != "derived":
             (category if kind == "category" else coordinates)[name] = value
-    return Key((*category.items(), *how._asdict().items()), coordinates)
+    return Key((*category.items(), *zip(How._fields, how, strict=True)), coordinates)
 
 
 def marks(op: Op, cluster: Cluster) -> list[Mark]:

@@ -41,7 +41,7 @@ from meshwise.prices.evaluate import (
     untested_as_unknown,
 )
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, outermost, size
-from meshwise.prices.laws import KnotTimes
+from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.spec import (
     TIERS,
     Block,
@@ -142,7 +142,7 @@ class Prices:
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
-        self._logs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._logs: dict[int, tuple[Floats, Floats, list[tuple[int, int]]]] = {}
 
     @property
     def nothing_measured(self) -> bool:
@@ -302,27 +302,31 @@ class Prices:
         return self._between(price, op, dims, key.name)
 
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
-        shapes, log_utilisation = self._log_utilisation(surface)
-        utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
+        log_shapes, log_utilisation, extents = self._logs_of(surface)
+        apart = log_shapes - [math.log(extent) for extent in dims]
+        utilisation = interpolate_utilisation(apart, log_utilisation)
         error = untested_as_unknown(surface.held_out)
         note = f"{name}: {TOO_NOISY}" if surface.held_out.noisy else ""
-        apart = np.abs(np.log(shapes) - np.log(dims))
-        nearest = math.exp(float(apart.max(axis=1).min()))
+        nearest = math.exp(float(np.abs(apart).max(axis=1).min()))
         if nearest > FAR:
             shape = "x".join(map(str, dims))
             far = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
             note = both_notes(note, far)
             error *= 1 + math.log(nearest, FAR)
-        outside = bool(np.any((dims > shapes.max(0)) | (dims < shapes.min(0))))
+        outside = any(
+            not least <= at <= most for at, (least, most) in zip(dims, extents, strict=True)
+        )
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
         return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
 
-    def _log_utilisation(self, surface: Surface) -> tuple[np.ndarray, np.ndarray]:
+    def _logs_of(self, surface: Surface) -> tuple[Floats, Floats, list[tuple[int, int]]]:
+        """Return the logarithms of shapes and utilisations, and the least and most of each dim."""
         if id(surface) not in self._logs:
             rooflines = [roofline_s(shape_op(surface, shape), surface) for shape in surface.shapes]
             logs = np.log(np.asarray(rooflines) / np.asarray(surface.time_s))
-            self._logs[id(surface)] = (np.asarray(surface.shapes, float), logs)
+            extents = [(min(of), max(of)) for of in zip(*surface.shapes, strict=True)]
+            self._logs[id(surface)] = (np.log(np.asarray(surface.shapes, float)), logs, extents)
         return self._logs[id(surface)]
 
     def _note(self, text: str) -> None:

@@ -217,6 +217,15 @@ def test_between_two_knots_every_law_stays_between_them_and_does_not_turn_back(s
         assert between.max() <= max(low, high) * (1 + 1e-9)
 
 
+def test_a_law_that_is_asked_for_is_fitted_alone_and_as_beside_the_others():
+    _, _, x, t = next(logs())
+    points = dict(zip(x, t, strict=True))
+    asked, usual = fit_curve(points, ABOUT, law="alpha_beta"), fit_curve(points, ABOUT)
+    assert asked.law == "alpha_beta" and {*asked.laws} == {"alpha_beta", "cubic"}
+    assert asked.laws.items() <= usual.laws.items() and len(usual.laws) > 5
+    assert fit_curve({8: 1e-5, 16: 2e-5}, ABOUT, law="smooth").law == "cubic"  # too few for it
+
+
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 @pytest.mark.parametrize("at", range(0, 29, 4))
 def test_an_odd_point_is_no_knot_and_is_named(factor, at):
