@@ -61,8 +61,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def tamed_mean(values: Sequence[float]) -> float:
     """Return the mean after the largest and the smallest twentieth of the values, at least one of
-    each from three on, are set to the next (Winsor): one outlier hardly moves it."""
+    each from three on, are set to the next (Winsor): one outlier hardly moves it. Of three to five
+    values, one that is over twice the median or under half of it is left out first."""
     ordered = np.sort(np.asarray(values, float))
+    middle = np.median(ordered)
+    near = ordered[(ordered >= middle / 2) & (ordered <= 2 * middle)]
+    if 2 <= len(near) == len(ordered) - 1 < FEWEST - 1:
+        ordered = near
     n = len(ordered)
     k = max(1, n // 20) if n > 2 else 0
     return float(np.clip(ordered, ordered[k], ordered[n - 1 - k]).mean())

@@ -177,7 +177,7 @@ def neighbours(costs: Costs) -> svg.Figure:
     reached = np.asarray([roofline_s(op, surface) for op in ops]) / surface.time_s
     told = [
         interpolate_utilisation(
-            surface.shapes[i], np.delete(shapes, i, axis=0), np.log(np.delete(reached, i))
+            np.delete(np.log(shapes) - np.log(shapes[i]), i, axis=0), np.log(np.delete(reached, i))
         )
         for i in range(len(shapes))
     ]

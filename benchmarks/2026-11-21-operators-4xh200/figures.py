@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import mean, median
 
 from meshwise import store
-from meshwise.fit.calibrate import expected_s
+from meshwise.fit.calibrate import calibrate, expected_s
 from meshwise.pages import operators, svg
 from meshwise.prices import Prices
 from meshwise.probe import importers
-from meshwise.spec import Block, Collective, Costs, Sample
+from meshwise.spec import Block, Collective, Costs, RunInfo, Sample
 from meshwise.stats import geometric_mean
 
 HERE = Path(__file__).parent
@@ -19,10 +19,15 @@ NCCL_TESTS = HERE.parent.parent / "tests" / "data" / "nccl_tests_h200x4"
 Key = tuple[str, int]
 
 
-def run(time: str) -> list[Sample]:
-    """The samples of the run that started then."""
+def profile(time: str) -> tuple[RunInfo, list[Sample]]:
+    """The run that started then."""
     (folder,) = (HERE / "runs").glob(f"20261121T{time}-*")
-    return store.load(folder)[1]
+    return store.load(folder)[:2]
+
+
+def run(time: str) -> list[Sample]:
+    """Its samples."""
+    return profile(time)[1]
 
 
 def nccl_tests() -> dict[Key, Sample]:
@@ -100,7 +105,7 @@ def main() -> None:
     against_nccl_tests(graphs, reference)
     repeated(run("192915"), run("193425"))
     repeated(run("193448"), run("193502"))
-    bought(run("193528"), run("193703"), store.read(HERE / "costs-quick.json", Costs))
+    bought(run("193528"), run("193703"), calibrate([profile("193528")]))
     draw(("192915", "193029", "193047"), list(reference.values()))
     for time in ("193126", "193217", "194726", "194954"):
         draw((time,), [])

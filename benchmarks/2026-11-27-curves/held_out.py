@@ -1,21 +1,23 @@
 """Errors of curves at points left out, and the time of fits and prices.
 
-Usage: held_out.py [COSTS.json]; without it, the six logs of 8 A100 in tests/data (nccl-tests).
+Usage: held_out.py [RUN...]; without one, the six logs of 8 A100 in tests/data (nccl-tests).
 """
 
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
 from meshwise import store
-from meshwise.fit import laws
+from meshwise.fit import calibrate, laws
 from meshwise.fit.curves import fit_curve
-from meshwise.prices import times_of
+from meshwise.prices import Prices, times_of
 from meshwise.prices.laws import KnotTimes
-from meshwise.spec import Costs
+from meshwise.spec import Gemm
 from tests.unit.test_laws import ABOUT, logs
 
+PROFILE = Path(__file__).parents[1].glob("2026-11-27-fresh/gpt-2.6b/runs/*-measure-profile-*")
 NAMES = ("lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "sigmoid")
 
 
@@ -39,7 +41,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         curves = [
             (np.asarray(c.x_bytes), np.asarray(c.time_s))
-            for c in store.read(sys.argv[1], Costs).curves
+            for c in calibrate([store.load(path)[:2] for path in sys.argv[1:]]).curves
         ]
     else:
         curves = [(x, t) for *_, x, t in logs()]
@@ -65,17 +67,24 @@ def main() -> None:
     for name in NAMES:
         if alone[name]:
             told(f"{name}" + f" ({failed[name]} failed)" * bool(failed[name]), alone[name])
-    begin = time.perf_counter()
-    for x, t in curves:
-        fit_curve(dict(zip(x, t, strict=True)), ABOUT)
-    print(
-        f"a fit of every law: {1000 * (time.perf_counter() - begin) / len(curves):.0f} ms a curve"
-    )
+    for name, law in (("every law", None), ("alpha_beta alone", "alpha_beta")):
+        begin = time.perf_counter()
+        for x, t in curves:
+            fit_curve(dict(zip(x, t, strict=True)), ABOUT, law=law)
+        each_s = (time.perf_counter() - begin) / len(curves)
+        print(f"a fit of {name}: {1000 * each_s:.1f} ms a curve")
     times = times_of(fit_curve(dict(zip(*curves[0], strict=True)), ABOUT))
     begin = time.perf_counter()
     for _ in range(20_000):
         times(12_345.0)
-    print(f"a price alone: {50 * (time.perf_counter() - begin):.1f} us")
+    print(f"a curve's price alone: {50 * (time.perf_counter() - begin):.1f} us")
+    prices = Prices(calibrate([store.load(path)[:2] for path in PROFILE]))
+    products = [Gemm(m=m, n=2560, k=7680) for m in range(1001, 16001, 3)]
+    prices.estimate(products[0])
+    begin = time.perf_counter()
+    for product in products[1:]:
+        prices.estimate(product)
+    print(f"a product, each once: {1e6 * (time.perf_counter() - begin) / len(products):.1f} us")
     sizes = np.random.default_rng(0).uniform(*curves[0][0][[0, -1]], 1_000_000)
     begin = time.perf_counter()
     times(sizes)

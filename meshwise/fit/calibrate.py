@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
+from meshwise.fit.doubts import doubted
 from meshwise.fit.factors import fit_factors
 from meshwise.fit.slowdowns import fit_slowdowns
 from meshwise.fit.spread import fit_spread
@@ -106,7 +107,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
     )
     factors = fit_factors([(each.timed, each.about) for each in blocks], Prices(costs))
-    return msgspec.structs.replace(costs, factors=factors)
+    return doubted(msgspec.structs.replace(costs, factors=factors))
 
 
 def cluster_digest(cluster: Cluster) -> str:

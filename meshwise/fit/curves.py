@@ -9,9 +9,10 @@ another is better by a seventh.
 
 Beyond the last knot times rise as between the last three. Where times do not yet rise in
 proportion to bytes, that slope is too steep as a rule: if the data sheet has a slope, both bound
-the interval, and their geometric mean is used. Where times do not rise at all and no data sheet
-tells, larger messages are sent at the last knot's rate. The error is tested on shorter curves that
-end where times were about as proportional.
+the interval, and their geometric mean is used. If it has none, the best line through all knots may
+be flatter, and the flatter one is used; the interval reaches to the last knot's rate, which is used
+if no more than three knots do not rise. The error is tested on shorter curves that end where times
+were about as proportional.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ BETTER = 6 / 7  # of the error of ``cubic``
 ODD = 1.5  # a point is odd if it is off by this factor, and by six times what others are
 PROPORTIONAL = 0.95  # log-log slope from which on times count as proportional to bytes
 ALIKE = 0.15  # log-log slopes that differ by less are alike
+FLAT = 3  # so few knots that do not rise may be noise
 FAR = 8.0, 32.0  # bytes over those of the last knot, of points that test the slope beyond it
 UNKNOWN = HeldOut(median=0.0, p90=0.0, num_points=0)
 
@@ -55,13 +57,16 @@ def fit_curve(
     law: LawName | None = None,
 ) -> Curve:
     """Fit a curve through ``points`` (bytes -> seconds). ``about``: the fields of its ``Price``.
-    ``few``: sizes with fewer than three timings. ``law``: use this one if it can be fitted."""
+    ``few``: sizes with fewer than three timings. ``law``: use this one, or else ``cubic``, and fit
+    no other."""
     x, t, no_knots = _knots(points, few)
     sheet = Datasheet(cluster) if cluster else None
     like = about["like"]
     bus = bus_factor(like) if isinstance(like, Collective) else 1.0
     lines = sheet.lines(like) if sheet and isinstance(like, Collective) else []
     fits = laws.fits(bus, lines)
+    if law:
+        fits = {name: fit for name, fit in fits.items() if name in (law, "cubic")}
     predicted = _left_out(x, t, fits)
     found = {
         name: Law(parameters=parameters, held_out=held_out(*predicted.get(name, ([], []))))
@@ -196,12 +201,13 @@ def _end(x: Floats, t: Floats, sheet: float, error: float) -> tuple[float, float
     """Return the seconds a byte beyond the last knot, with the least and the most that they may be.
     ``sheet``: those of the data sheet, 0 if unknown, and their relative ``error``."""
     measured = _slope(x, t)
-    if not (measured or sheet):
-        measured = float(t[-1] / x[-1])
-    if _proportional(x, t) >= PROPORTIONAL or not sheet:
+    if _proportional(x, t) >= PROPORTIONAL:
         return measured, measured, measured
-    steep = max(measured, sheet)
-    return float(np.sqrt(sheet * steep)), sheet / (1 + error), steep * (1 + error)
+    if sheet:
+        steep = max(measured, sheet)
+        return float(np.sqrt(sheet * steep)), sheet / (1 + error), steep * (1 + error)
+    least, last = min(measured, laws.alpha_beta(x, t)[1]), float(t[-1] / x[-1])
+    return least if least or len(x) > FLAT else last, least, max(least, last)
 
 
 def _beyond(x: Floats, t: Floats) -> HeldOut:

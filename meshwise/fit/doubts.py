@@ -1,4 +1,5 @@
-"""Doubts about prices that look wrong but need not be, one sentence each. Nothing is repaired here.
+"""Doubts about prices that look wrong but need not be, one sentence each. Nothing is repaired here;
+a price that looks wrong as a whole keeps its doubt (``Price.doubt``).
 
 constant    every size took the same time
 untested    too few sizes to leave one out, so the interval is 100 %
@@ -10,6 +11,10 @@ units       100 times as long as the data sheet says, or as short; without a dat
 import math
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import TypeVar
+
+import msgspec
+import numpy as np
 
 from meshwise.fit.factors import usual_host_s
 from meshwise.fit.sheet import over_measured, points
@@ -20,7 +25,25 @@ from meshwise.spec.label import label
 from meshwise.spec.run import Case
 from meshwise.units import format_seconds
 
+Priced = TypeVar("Priced", Curve, Surface)
 OFF_SHEET, OFF_OTHERS = 100.0, 300.0  # factors
+
+
+def doubted(costs: Costs) -> Costs:
+    """Return curves and surfaces with the doubt of each that is constant, or in other units, as a
+    whole."""
+    said = doubts(costs)
+
+    def marked(price: Priced) -> Priced:
+        name = name_of(price, costs.cluster)
+        whole = (one for one in said if one.startswith((f"{name}: constant", f"{name}: all ")))
+        return msgspec.structs.replace(price, doubt=next(whole, ""))
+
+    return msgspec.structs.replace(
+        costs,
+        curves=tuple(map(marked, costs.curves)),
+        surfaces=tuple(map(marked, costs.surfaces)),
+    )
 
 
 def doubts(costs: Costs) -> list[str]:
@@ -72,14 +95,14 @@ def _off(name: str, ratios: dict[str, float], limit: float, than: str) -> Iterat
         ratios = {f"all {len(ratios)} points": middle}
     for at, ratio in ratios.items():
         if not 1 / limit < ratio < limit:
-            yield f"{name}: {at}: {ratio:.4g} times what {than}; are the units right?"
+            yield f"{name}: {at}: {ratio:.4g} times what {than}, are the units right?"
 
 
 def _over_others(
     price: Curve, others: Sequence[tuple[Curve, KnotTimes]]
 ) -> Iterator[tuple[str, float]]:
     """Yield each knot with its time over the median of what other curves of its kind say there."""
-    alike = [times for other, times in others if type(other.like) is type(price.like)]
-    for op, x, time_s in zip(points(price), price.x_bytes, price.time_s, strict=True):
-        if alike:
-            yield label(Case(op=op)), time_s / median(float(times(x)) for times in alike)
+    x = np.asarray(price.x_bytes)
+    if alike := [times(x) for other, times in others if type(other.like) is type(price.like)]:
+        for op, ratio in zip(points(price), price.time_s / np.median(alike, axis=0), strict=True):
+            yield label(Case(op=op)), float(ratio)

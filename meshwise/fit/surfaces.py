@@ -41,12 +41,11 @@ def fit_surface(
         surface = msgspec.structs.replace(surface, no_shapes=named)
     shapes, measured = surface.shapes, surface.time_s
     rooflines = np.exp(log_utilisation) * measured
-    predicted = []
-    for i, shape in enumerate(shapes) if len(shapes) > 1 else ():
-        others = np.delete(np.asarray(shapes, float), i, axis=0)
-        predicted.append(
-            rooflines[i] / interpolate_utilisation(shape, others, np.delete(log_utilisation, i))
-        )
+    predicted, log_shapes = [], np.log(np.asarray(shapes, float))
+    for i in range(len(shapes)) if len(shapes) > 1 else ():
+        apart = np.delete(log_shapes - log_shapes[i], i, axis=0)
+        told = interpolate_utilisation(apart, np.delete(log_utilisation, i))
+        predicted.append(rooflines[i] / told)
     error = held_out(predicted, measured if predicted else [])
     return msgspec.structs.replace(surface, held_out=error)
 

@@ -115,7 +115,8 @@ def _left_out(curves: Sequence[Curve], name: Callable[[Curve], str]) -> list[str
 
 
 def _too_noisy(prices: Sequence[Curve | Surface | Factor], name: Callable[[Any], str]) -> list[str]:
-    return [f"{name(price)}: {TOO_NOISY}." for price in prices if price.held_out.noisy]
+    noisy = [f"{name(price)}: {TOO_NOISY}." for price in prices if price.held_out.noisy]
+    return noisy + [price.doubt for price in prices if price.doubt]
 
 
 def costs(prices: Costs) -> list[Table]:

@@ -38,14 +38,13 @@ def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
     return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
 
 
-def interpolate_utilisation(
-    dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
-) -> float:
-    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2."""
-    distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
-    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-    weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
-    return math.exp(float((weights * log_utilisation[nearest]).sum() / weights.sum()))
+def interpolate_utilisation(apart: Floats, log_utilisation: Floats) -> float:
+    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2. ``apart``:
+    the logarithms of each shape's extents less those of the operation."""
+    squares = np.einsum("ij,ij->i", apart, apart)
+    nearest = np.argsort(squares, kind="stable")[:NEIGHBOURS]
+    weights = 1 / np.maximum(squares[nearest], 1e-18)
+    return math.exp(float(weights @ log_utilisation[nearest]) / float(weights.sum()))
 
 
 def times_of(curve: Curve) -> KnotTimes:

@@ -75,7 +75,7 @@ def op_key(op: Op, how: How, cluster: Cluster) -> Key:
     for kind, name, value in marks(op, cluster):
         if kind != "derived":
             (category if kind == "category" else coordinates)[name] = value
-    return Key((*category.items(), *how._asdict().items()), coordinates)
+    return Key((*category.items(), *zip(How._fields, how, strict=True)), coordinates)
 
 
 def marks(op: Op, cluster: Cluster) -> list[Mark]:
@@ -259,3 +259,9 @@ FIELDS: dict[type, dict[str, Role]] = {
         **_all(_coordinate("activation_elements"), "microbatch_size seq_len"),
     },
 }  # fmt: skip
+
+
+def outermost(group: str) -> tuple[int, str]:
+    """Return the ranks of a group over its outermost links, and the name of these."""
+    count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
+    return int(count or 1), links

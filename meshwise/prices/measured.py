@@ -40,8 +40,8 @@ from meshwise.prices.evaluate import (
     times_of,
     untested_as_unknown,
 )
-from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
-from meshwise.prices.laws import KnotTimes
+from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, outermost, size
+from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.spec import (
     TIERS,
     Block,
@@ -142,7 +142,7 @@ class Prices:
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
-        self._logs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._logs: dict[int, tuple[Floats, Floats, list[tuple[int, int]]]] = {}
 
     @property
     def nothing_measured(self) -> bool:
@@ -176,13 +176,13 @@ class Prices:
         key = self._key(op, run)
         price = self.known.get(key.category)
         if price is not None:
-            return _of_other_machine(self._at(price, op, key, own=True), price)
+            return _unsure(self._at(price, op, key, own=True), price)
         near = self._stand_in(op, key.category)
         if near is None:
             return self._unmeasured(key, op)
         other, apart = key._replace(category=near[0]), near[1]
         price = self.known[other.category]
-        found = _of_other_machine(self._at(price, op, other, own=False), price)
+        found = _unsure(self._at(price, op, other, own=False), price)
         said = f"{key.name} was not measured: {other.name} stands in"
         if isinstance(op, Elementwise) and op.kind != "copy":
             said = AS_COPIES
@@ -214,13 +214,13 @@ class Prices:
         """Return the curve of the same collective among other ranks over the same outermost links,
         with the number of ranks over these that is nearest to this one's."""
         wanted = dict(mine)
-        count, links = _outermost(wanted.pop("group"))
+        count, links = outermost(wanted.pop("group"))
         found: list[tuple[float, Curve]] = []
         for category, price in self.known.items():
             words = dict(category)
             theirs = words.pop("group", "")
             if words == wanted and isinstance(price, Curve):
-                others, their_links = _outermost(theirs)
+                others, their_links = outermost(theirs)
                 if links == their_links:
                     found.append((abs(math.log(count / others)), price))
         return min(found, key=lambda each: each[0])[1] if found else None
@@ -274,7 +274,7 @@ class Prices:
         if isinstance(op, Collective) and name in COLLECTIVES_APART:
             return COLLECTIVES_APART[name]
         if name == "group":  # as many ranks over the same outermost links
-            return APART["group"] if _outermost(mine) == _outermost(theirs) else math.inf
+            return APART["group"] if outermost(mine) == outermost(theirs) else math.inf
         if name == "dtype" and isinstance(op, Shaped) and self._peaks(mine, theirs) is None:
             return math.inf
         return APART.get(name, math.inf)
@@ -302,27 +302,31 @@ class Prices:
         return self._between(price, op, dims, key.name)
 
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
-        shapes, log_utilisation = self._log_utilisation(surface)
-        utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
+        log_shapes, log_utilisation, extents = self._logs_of(surface)
+        apart = log_shapes - [math.log(extent) for extent in dims]
+        utilisation = interpolate_utilisation(apart, log_utilisation)
         error = untested_as_unknown(surface.held_out)
         note = f"{name}: {TOO_NOISY}" if surface.held_out.noisy else ""
-        apart = np.abs(np.log(shapes) - np.log(dims))
-        nearest = math.exp(float(apart.max(axis=1).min()))
+        nearest = math.exp(float(np.abs(apart).max(axis=1).min()))
         if nearest > FAR:
             shape = "x".join(map(str, dims))
             far = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
             note = both_notes(note, far)
             error *= 1 + math.log(nearest, FAR)
-        outside = bool(np.any((dims > shapes.max(0)) | (dims < shapes.min(0))))
+        outside = any(
+            not least <= at <= most for at, (least, most) in zip(dims, extents, strict=True)
+        )
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
         return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
 
-    def _log_utilisation(self, surface: Surface) -> tuple[np.ndarray, np.ndarray]:
+    def _logs_of(self, surface: Surface) -> tuple[Floats, Floats, list[tuple[int, int]]]:
+        """Return the logarithms of shapes and utilisations, and the least and most of each dim."""
         if id(surface) not in self._logs:
             rooflines = [roofline_s(shape_op(surface, shape), surface) for shape in surface.shapes]
             logs = np.log(np.asarray(rooflines) / np.asarray(surface.time_s))
-            self._logs[id(surface)] = (np.asarray(surface.shapes, float), logs)
+            extents = [(min(of), max(of)) for of in zip(*surface.shapes, strict=True)]
+            self._logs[id(surface)] = (np.log(np.asarray(surface.shapes, float)), logs, extents)
         return self._logs[id(surface)]
 
     def _note(self, text: str) -> None:
@@ -475,8 +479,11 @@ def _elsewhere(price: Fitted) -> str:
     return f"were measured on {price.transferred_from}, and scaled by data sheets"
 
 
-def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
-    """Widen a price that another machine's measurements gave."""
+def _unsure(found: Estimate, price: Fitted) -> Estimate:
+    """Widen a price that looks wrong, or that another machine's measurements gave."""
+    if price.doubt:
+        note = both_notes(found.note, price.doubt)
+        found = found._replace(error=max(found.error, 1.0), note=note)
     if not price.transferred_from:
         return found
     note = both_notes(found.note, f"prices that {_elsewhere(price)}")
@@ -486,12 +493,6 @@ def _of_other_machine(found: Estimate, price: Fitted) -> Estimate:
 def in_bursts(op: Op, estimate: Estimate) -> bool:
     """Whether an operation was priced at clocks that long work does not keep."""
     return isinstance(op, Shaped) and estimate.source != "datasheet"
-
-
-def _outermost(group: str) -> tuple[int, str]:
-    """Return the ranks of a group over its outermost links, and the name of these."""
-    count, _, links = group.rpartition(", ")[2].partition(" (")[0].partition(" by ")
-    return int(count or 1), links
 
 
 def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:

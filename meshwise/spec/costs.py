@@ -46,6 +46,7 @@ class Price(Record, kw_only=True):
     if that is more; of single timings, which have none, the median error of points left out (100 %
     if none could be).
     ``transferred_from``: the device that was measured instead (``fit.transfer``), if one was.
+    ``doubt``: why all of it looks wrong (``fit.doubts``); it is then 100 % unsure.
     """
 
     regime: Regime = "warm"
@@ -54,6 +55,7 @@ class Price(Record, kw_only=True):
     noise: NonNegativeFloat = 0.0
     runs: tuple[str, ...]
     transferred_from: str = ""
+    doubt: str = ""
 
 
 LawName = Literal["lines", "cubic", "alpha_beta", "root", "smooth", "pieces", "nccl", "sigmoid"]

@@ -55,7 +55,10 @@ def calibrate(
             raise ValueError(f"law = {law!r}: cannot be fitted to any curve of these runs")
         log.warning("%s cannot be fitted to %s; these have another law", law, ", ".join(others_law))
     if not (costs.curves or costs.surfaces or costs.factors or costs.slowdowns):
-        log.warning("these runs hold no sample that prices rest on; name runs of measure profile")
+        raise ValueError(
+            "these runs hold no sample that prices rest on; name runs of measure profile (or of "
+            "gemm, collectives, import) whose samples are ok: meshwise show runs/<id> lists them"
+        )
     if lacking := _lacking(loaded):
         log.warning("%s", lacking)
     early = sum(fit.ended_first(one) for _, samples in loaded for one in samples)

@@ -125,6 +125,23 @@ def test_constant_times_and_few_sizes_are_named():
         assert said.startswith("too few sizes") and said.endswith(f"all_gather 4 by nvlink ({n})")
 
 
+@pytest.mark.parametrize(
+    ("time_s", "said"),
+    [
+        (lambda size: 20e-6, "constant, all 10 sizes took"),
+        (lambda size: 1e3 * gather_s(size), "times what its data sheet says, are the units right?"),
+    ],
+)
+def test_prices_that_look_wrong_as_a_whole_say_so_and_are_100_percent_unsure(time_s, said):
+    """At a measured size, between and beyond, and of what they stand in for."""
+    prices = Prices(fitted([thrice(gather(size), time_s(size)) for size in SIZES]))
+    asked = [gather(size) for size in (SIZES[3], SIZES[3] + 64, 4 * SIZES[-1])]
+    for op in [*asked, msgspec.structs.replace(asked[0], dtype="fp32")]:
+        found = prices.estimate(op)
+        assert said in found.note and found.error >= 1
+    assert Prices(fitted(GATHERS)).estimate(asked[0]).error < 0.02
+
+
 def test_good_samples_raise_no_doubt():
     assert not doubts(fitted(GATHERS))
     assert not doubts(fitted(GATHERS, known.CLUSTER))
@@ -204,7 +221,7 @@ def layers(factors) -> list[Sample]:
 def test_layers_in_other_units_are_named(factor):
     assert not [said for said in doubts(fitted(layers([2, 2, 2]))) if "layer" in said]
     (all_off,) = [one for one in doubts(fitted(layers([factor] * 3))) if one.startswith("layer")]
-    assert "all 3 points" in all_off and "its operations say; are the units right?" in all_off
+    assert "all 3 points" in all_off and "its operations say, are the units right?" in all_off
     (one_off,) = [one for one in doubts(fitted(layers([2, 2, factor]))) if one.startswith("layer")]
     assert f"{LAYERS[2].activation_elements:g} elements" in one_off
 
@@ -228,9 +245,11 @@ def test_whatever_is_half_off_at_points_left_out_is_said_to_be_too_noisy(caplog)
 
 
 @pytest.mark.usefixtures("folder")
-def test_runs_that_price_nothing_say_so(caplog):
-    meshwise.calibrate(known.write_run(Path("runs"), known.info(), []))
-    assert "these runs hold no sample that prices rest on" in caplog.text
+def test_runs_that_price_nothing_are_refused_with_what_to_do():
+    run = known.write_run(Path("runs"), known.info(), [])
+    with pytest.raises(ValueError, match="no sample that prices rest on; name runs of measure"):
+        meshwise.calibrate(run)
+    assert not Path("costs.json").exists()
 
 
 def test_a_single_timing_has_the_scatter_of_its_curve_as_noise():
@@ -291,6 +310,21 @@ def test_one_five_fold_outlier_moves_no_price_by_more_than_a_twentieth(n, seed, 
     after = Prices(fitted(sample(op, each) for op, each in times.items()))
     for op in (*ASKED, *times):
         assert after.estimate(op).time_s == pytest.approx(before.estimate(op).time_s, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+@pytest.mark.parametrize(
+    "times_us", [(16.33, 17.3, 16.36), (16.3, 16.4, 17.3, 17.4), (16.2, 16.3, 16.4, 17.3, 17.4)]
+)
+def test_one_outlier_of_a_few_unequal_timings_moves_no_price_by_more_than_a_twentieth(
+    times_us, factor
+):
+    """Two runs of one host's launches: 2 H100 took 16.3 us or 17.3."""
+    usual_s = fitted([sample(PRODUCTS[0], [1e-6 * t for t in times_us])]).surfaces[0].time_s
+    for at in range(len(times_us)):
+        times_s = [1e-6 * t * (factor if i == at else 1) for i, t in enumerate(times_us)]
+        (surface,) = fitted([sample(PRODUCTS[0], times_s)]).surfaces
+        assert surface.time_s == pytest.approx(usual_s, rel=0.05)
 
 
 def test_a_file_of_damaged_lines_alone_is_refused(folder):

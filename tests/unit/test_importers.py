@@ -555,6 +555,22 @@ TWO = """\
 """
 
 
+def test_a_row_in_milliseconds_is_left_out_and_named_and_several_are_refused(file):
+    text = broken("sendrecv", "20.69    3.17    3.17", "20690    3.17    3.17")
+    usual, found = importers.read(file(broken("sendrecv", "", ""))), importers.read(file(text))
+    (said,) = found.warnings
+    assert said.startswith("1 rows are left out, their times are in another unit: line 17 out of")
+    lost = only(usual, size_bytes=65536, in_place=False)
+    assert found.samples == tuple(one for one in usual.samples if one != lost)
+    lines = broken("sendrecv", "", "").splitlines()
+    rows = [at for at, line in enumerate(lines) if " sum " in line][-8:]
+    for at in rows:
+        cells = lines[at].split()
+        lines[at] = " ".join([*cells[:5], str(1000 * float(cells[5])), *cells[6:]])
+    with pytest.raises(ValueError, match="mixed units"):
+        importers.read(file("\n".join(lines)))
+
+
 def test_a_duplicated_row_keeps_both_times(file):
     text = broken("sendrecv", "    65536         16384", "    16384          4096")
     found = importers.read(file(text))

@@ -150,6 +150,29 @@ def test_sizes_16_times_beyond_the_logs_are_predicted_where_times_are_proportion
     assert len(errors) >= 8 and np.median(errors) <= 0.07
 
 
+@pytest.mark.parametrize("name", [None, "dgx-a100-80gb"])
+def test_sizes_16_times_beyond_the_logs_lie_in_the_interval_where_times_are_not_proportional(name):
+    """With a data sheet and without, and no worse than the best line through all that was known."""
+    cluster, rows = name and files.take(name, Cluster), []
+    for kind, in_place, x, t in logs():
+        of = Collective(kind=kind, size_bytes=1, group_size=8, in_place=in_place, dtype="fp32")
+        about = {"like": of, "runs": (), "regime": "pipelined", "backend": "nccl"}
+        for n in range(6, len(x) - 3):
+            known = x[:n], t[:n]
+            curve = fit_curve(dict(zip(*known, strict=True)), about, cluster, law="lines")
+            found = from_curve(curve, times_of(curve), "", x[n + 3])
+            off = found.time_s / t[n + 3]
+            steep = np.log(t[n - 1] / t[n - 2]) / np.log(x[n - 1] / x[n - 2]) >= 0.95
+            alpha, beta = laws.alpha_beta(*known)
+            inside = 1 / (1 + found.error) <= off <= 1 + found.error
+            rows.append(
+                (steep, inside, abs(off - 1), abs((alpha + beta * x[n + 3]) / t[n + 3] - 1))
+            )
+    steep, inside, ours, line = np.asarray(rows, float).T
+    assert len(rows) > 200 and inside[steep == 0].mean() >= 0.9
+    assert np.median(ours) < np.median(line) and np.quantile(ours, 0.9) < np.quantile(line, 0.9)
+
+
 @given(
     st.dictionaries(st.integers(1, 2**45), st.floats(1e-9, 1e6), min_size=1, max_size=14),
     st.booleans(),
@@ -192,6 +215,15 @@ def test_between_two_knots_every_law_stays_between_them_and_does_not_turn_back(s
         assert np.all(steps_s >= -1e-12 * high - 1e-12 * low)
         assert between.min() >= min(low, high) * (1 - 1e-9)
         assert between.max() <= max(low, high) * (1 + 1e-9)
+
+
+def test_a_law_that_is_asked_for_is_fitted_alone_and_as_beside_the_others():
+    _, _, x, t = next(logs())
+    points = dict(zip(x, t, strict=True))
+    asked, usual = fit_curve(points, ABOUT, law="alpha_beta"), fit_curve(points, ABOUT)
+    assert asked.law == "alpha_beta" and {*asked.laws} == {"alpha_beta", "cubic"}
+    assert asked.laws.items() <= usual.laws.items() and len(usual.laws) > 5
+    assert fit_curve({8: 1e-5, 16: 2e-5}, ABOUT, law="smooth").law == "cubic"  # too few for it
 
 
 @pytest.mark.parametrize("factor", [5.0, 0.2])

@@ -32,7 +32,7 @@ from meshwise.probe.importers.found import (
     short,
     warnings_about,
 )
-from meshwise.probe.importers.suspicion import warnings_of
+from meshwise.probe.importers.suspicion import in_one_unit, warnings_of
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import DTYPE_BYTES, REDUCING, ROOTED, WHOLE, CollectiveKind, Regime
 
@@ -90,7 +90,7 @@ def read(sections: Sequence[Section], name: str, doubts: Doubts) -> Found:
         if word:
             told = "of the tables lacks its collective, which the file's name has"
             doubts[told].append(f"{kind} ({word})")
-        tables.append(list(_rows(section, kind, doubts)))
+        tables.append(in_one_unit(list(_rows(section, kind, doubts)), doubts))
         mean = fmean(
             float(half["busbw"]) for line in section.lines for half in line.values.values()
         )

@@ -3,18 +3,19 @@
 In: the rows of each table of a file, with the digits that were printed. Out: one warning for each
 kind of doubt: constant times, sizes that do not ascend, times printed with too few digits,
 bandwidths that do not follow from size and time. Bandwidths with few digits are no doubt, as only
-the times are used. Bandwidths in two units are a ValueError.
+the times are used. Bandwidths in two units are a ValueError; a few times in another are left out.
 """
 
 import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from meshwise.probe.importers.found import Printed, listed, warning
+from meshwise.probe.importers.found import Doubts, Printed, listed, warning
 from meshwise.spec import Collective
 
 _SAME = 4  # equal times in a row; two or three happen on a plateau
 _TOLERANCE = 0.02
+_FEW = 0.1  # of a table's rows
 _UNITS = {8.0: "Gbit/s", 1 / 1.073741824: "GiB/s", 1000.0: "MB/s", 0.001: "TB/s"}
 
 _Series = list[list[Printed]]  # each list: rows with ``printed`` that differ only in size
@@ -31,6 +32,30 @@ def warnings_of(tables: Sequence[Sequence[Printed]]) -> list[str]:
     series = list(found.values())
     doubts = (_constant, _descending, _quantised)
     return [text for doubt in doubts for text in doubt(series)] + _unrelated(series)
+
+
+def in_one_unit(rows: Sequence[Printed], doubts: Doubts) -> list[Printed]:
+    """Return the rows of a table without those, if few, whose times are 1000 times what size and
+    bandwidth say, or a 1000th of it: milliseconds among microseconds. They become doubts."""
+    ratios = [_ratio(row) or 1.0 for row in rows]
+    off = [any(abs(ratio / by - 1) <= _TOLERANCE for by in (1e3, 1e-3)) for ratio in ratios]
+    if sum(off) > _FEW * len(rows):
+        return list(rows)
+    doubts["rows are left out, their times are in another unit"] += [
+        f"{row.where}: {ratio:.4g} times what size and bandwidth say"
+        for row, ratio, odd in zip(rows, ratios, off, strict=True)
+        if odd
+    ]
+    return [row for row, odd in zip(rows, off, strict=True) if not odd]
+
+
+def _ratio(row: Printed) -> float | None:
+    """Return printed bandwidth times time over size; None if either has too few digits."""
+    time, busbw = row.printed
+    expected = _op(row).size_bytes * _op(row).bus_factor
+    if min(_digits(time), _digits(busbw)) < 3 or not expected:
+        return None
+    return float(busbw) * 1e9 * row.time_s / expected
 
 
 def _op(row: Printed) -> Collective:
@@ -83,11 +108,8 @@ def _unrelated(series: _Series) -> list[str]:
     for rows in series:
         units: dict[str, str] = {}
         for row in rows:
-            time, busbw = row.printed
-            expected = _op(row).size_bytes * _op(row).bus_factor
-            if min(_digits(time), _digits(busbw)) < 3 or not expected:
+            if (ratio := _ratio(row)) is None:
                 continue
-            ratio = float(busbw) * 1e9 * row.time_s / expected
             if abs(ratio - 1) <= _TOLERANCE:
                 units.setdefault("GB/s", _line(row))
                 continue
