@@ -208,9 +208,17 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
         # a covered share below 1: the other work ended before some timed calls did
         covered = (each(one.sample.metrics, f"{it}_covered") for it in ("compute", "collective"))
         ended = any(values and median(values) < 1 for values in covered)
-        found.append((one.op, *sides(one), ended))
+        alone, beside = (each(one.sample.metrics, f"{of}_mhz") for of in ("alone", "beside"))
+        faster = beside[0] / alone[0] if alone and beside else None
+        found.append((one.op, *sides(one), ended, faster))
     ratio = "{:.2f} x".format
     marked = ("* some timed calls ended alone: slowdowns are at least these.",)
+    at_one_clock: Column = (
+        "at one clock",
+        lambda row: row[1].slowdown * row[4] if row[1].slowdown and row[4] else None,
+        ratio,
+    )
+    clocks = any(row[4] for row in found)
     table = listed(
         "Compute beside collectives",
         found,
@@ -219,13 +227,15 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
         ("compute:\nalone", lambda row: row[1].alone_s, format_seconds),
         ("beside", lambda row: row[1].beside_s, format_seconds),
         ("slowdown", lambda row: row[1].slowdown, ratio),
+        *([at_one_clock] if clocks else []),
         ("collective:\nalone", lambda row: row[2].alone_s, format_seconds),
         ("beside", lambda row: row[2].beside_s, format_seconds),
         ("slowdown", lambda row: shown(row[2].slowdown, ratio) + " *" * row[3]),
         legend=(
             "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
             "nothing.",
-            *marked * any(ended for *_, ended in found),
+            *marked * any(row[3] for row in found),
+            *("at one clock: slowdown x SM clock beside / alone (the least seen): the power cap apart.",) * clocks,
         ),
         left=2,
     )

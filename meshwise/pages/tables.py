@@ -8,6 +8,7 @@ from meshwise.fit import off_sheet
 from meshwise.models import num_parameters
 from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
 from meshwise.prices import TOO_NOISY, name_of
+from meshwise.prices.datasheet import attainable
 from meshwise.spec import (
     AnyModel,
     Candidate,
@@ -474,6 +475,21 @@ def _stages(chosen: Plan) -> list[Table]:
     return [Table(f"Stages of {chosen.layout.name}", columns, rows, legend, left=4)]
 
 
+def _reserve(chosen: Plan) -> list[str]:
+    """Say what a GPU's driver will show beside the predicted peak."""
+    device, told, known = chosen.cluster.device, chosen.prediction, attainable().overhead
+    if told is None or device.kind == "cpu":
+        return []
+    peak, *_ = told.allocated_bytes
+    least, usual, most = (
+        format_bytes(min(peak * times + known.num_bytes, device.memory_bytes))
+        for times in known.reserve
+    )
+    return [
+        f"A GPU will show {usual} in use ({least} to {most}): the allocator keeps what it frees."
+    ]
+
+
 def parts(chosen: Plan) -> Table:
     """Show the parts of the best layout's step and memory."""
     told = chosen.prediction
@@ -491,5 +507,6 @@ def parts(chosen: Plan) -> Table:
     columns = ("of", "part", "amount", "share")
     if chosen.graphs > 1:
         said.append(f"A rank compiles {chosen.graphs} kinds of layers.")
+    said += _reserve(chosen)
     copies = (GATHERED_LEGEND,) * (not chosen.layout.zero and chosen.layout.data_ranks > 1)
     return Table(title, columns, tuple(rows), (*said, PARTS_LEGEND, *copies), left=2)

@@ -170,10 +170,13 @@ class Host(Record, kw_only=True):
 
 
 class Overhead(Record, kw_only=True):
-    """Memory that is used on a device outside the allocator."""
+    """Memory that is used on a device outside the allocator; and ``reserve``, what torch's
+    allocator keeps while there is room, over its peak: low, usual and high."""
 
     num_bytes: NonNegative
     source: str
+    reserve: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+    reserve_source: str
 
 
 class UsualSpread(Spread, kw_only=True):

@@ -274,6 +274,15 @@ def test_an_overlap_by_hand():
     assert compute.overlaps(products()) == []
 
 
+def test_an_overlap_apart_from_its_clocks():
+    """Alone at 1,500 MHz and 1.25 times as long at 1,800: 1.5 times as long at one clock."""
+    (one, *_) = overlap()
+    metrics = {**one.metrics, "alone_mhz": 1500.0, "beside_mhz": 1800.0}
+    slow = msgspec.structs.replace(one, metrics=metrics, times_s=(1.75e-3,) * 3)
+    (shown,) = compute.overlaps([slow])
+    assert [shown.columns[4], *shown.rows[0][4:6]] == ["slowdown", "1.25 x", "1.50 x"]
+
+
 def test_collectives_by_hand():
     shown = {one.title: one for one in collectives.tables(exchanges())}
     graph = shown["all_reduce, 4 ranks, graph"]
