@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_771,
     "nn": 1_362,
     "options": 1_254,
-    "pages": 6_448,
+    "pages": 6_449,
     "parallel": 3_189,
     "prices": 1_495,
     "probe": 7_050,

@@ -235,7 +235,8 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
             "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
             "nothing.",
             *marked * any(row[3] for row in found),
-            *("at one clock: slowdown x SM clock beside / alone (the least seen): the power cap apart.",) * clocks,
+            *("at one clock: slowdown x SM clock beside/alone, so without the power cap's part.",)
+            * clocks,
         ),
         left=2,
     )
