@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from meshwise.prices.key import size
 from meshwise.prices.laws import Floats, KnotTimes
-from meshwise.spec import Curve, HeldOut, PriceTier, Shaped, Surface
+from meshwise.prices.waves import padded_width, spent_flops, work_s
+from meshwise.spec import Attention, Curve, HeldOut, PriceTier, Shaped, Surface
 
 TOO_NOISY = "too noisy to plan with: half of the points left out were over 50 % off"
 NEIGHBOURS = 4
@@ -27,10 +29,9 @@ class Estimate(NamedTuple):
 
 
 def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
-    """Return floor + max(FLOPs / rate, bytes / rate), a lower bound up to measurement noise.
+    """Return floor + ``work_s``, a lower bound up to measurement noise.
     ``peaks``: the peak of the operation's dtype over that of the surface's."""
-    rate = surface.flops_per_s * peaks
-    return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
+    return surface.floor_s + work_s(op, surface.flops_per_s * peaks, surface.bytes_per_s)
 
 
 def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
@@ -38,14 +39,37 @@ def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
     return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
 
 
-def interpolate_utilisation(
-    dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
-) -> float:
-    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2."""
-    distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
-    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-    weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
-    return math.exp(float((weights * log_utilisation[nearest]).sum() / weights.sum()))
+def place(op: Shaped, dims: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the logarithms of what neighbours have alike: an operation's dims; of attention the
+    lengths, padded width and FLOPs spent, however batch and heads make them."""
+    sizes: list[float] = [size(op, dim) for dim in dims]
+    if isinstance(op, Attention):
+        sizes = [op.q_len, op.kv_len, padded_width(op), spent_flops(op)]
+    return tuple(map(math.log, sizes))
+
+
+def interpolate_utilisation(distance: Floats, log_utilisation: Floats) -> Floats:
+    """Return the mean log utilisation of the nearest neighbours of each row, weighted by
+    1/distance^2. ``distance``: a column a neighbour, inf for those that do not count."""
+    nearest = np.argsort(distance, axis=-1, kind="stable")[..., :NEIGHBOURS]
+    weights = 1 / np.maximum(np.take_along_axis(distance, nearest, -1), 1e-9) ** 2
+    return np.asarray((weights * log_utilisation[nearest]).sum(-1) / weights.sum(-1))
+
+
+def apart(places: Floats, others: Floats) -> Floats:
+    """Return the distances of places, a row each, from others, a column each."""
+    return np.asarray(np.sqrt(((places[..., None, :] - others) ** 2).sum(-1)))
+
+
+def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Floats:
+    """Return the predicted over measured time of each shape that is left out, as all within
+    ``nearer`` of it. Shapes without others are no test."""
+    distance = apart(places, places)
+    distance[distance < nearer] = np.inf
+    np.fill_diagonal(distance, np.inf)
+    tested = np.isfinite(distance).any(axis=1)
+    found = interpolate_utilisation(distance[tested], log_utilisation)
+    return np.exp(log_utilisation[tested] - found)
 
 
 def times_of(curve: Curve) -> KnotTimes:

@@ -31,9 +31,12 @@ from meshwise.prices.evaluate import (
     SHARP,
     TOO_NOISY,
     Estimate,
+    apart,
     both_notes,
     from_curve,
     interpolate_utilisation,
+    left_out,
+    place,
     roofline_s,
     shape_op,
     slower_s,
@@ -41,7 +44,7 @@ from meshwise.prices.evaluate import (
     untested_as_unknown,
 )
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
-from meshwise.prices.laws import KnotTimes
+from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.spec import (
     TIERS,
     Block,
@@ -67,6 +70,7 @@ UNPROFILED = {  # and what measures it
     **dict.fromkeys(("h2d", "d2h"), "health"),
     **{kind: f"collectives {kind}" for kind in ("reduce", "gather", "scatter")},
 }
+HIDDEN = 0.0, 0.25, 0.5, 1.0, 2.0  # between logarithms of sizes
 MOST_BEYOND = 256  # times the largest measured size
 UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
 
@@ -142,7 +146,7 @@ class Prices:
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
-        self._logs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._logs: dict[int, tuple[Floats, Floats, list[float]]] = {}
 
     @property
     def nothing_measured(self) -> bool:
@@ -302,27 +306,36 @@ class Prices:
         return self._between(price, op, dims, key.name)
 
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
-        shapes, log_utilisation = self._log_utilisation(surface)
-        utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
-        error = untested_as_unknown(surface.held_out)
+        places, log_utilisation, errors = self._log_utilisation(surface)
+        at = np.asarray(place(op, surface.dims))
+        distance = apart(at, places)
+        utilisation = math.exp(interpolate_utilisation(distance, log_utilisation))
+        error = float(np.interp(distance.min(), HIDDEN, errors))
         note = f"{name}: {TOO_NOISY}" if surface.held_out.noisy else ""
-        apart = np.abs(np.log(shapes) - np.log(dims))
-        nearest = math.exp(float(apart.max(axis=1).min()))
+        nearest = math.exp(float(np.abs(places - at).max(axis=1).min()))
         if nearest > FAR:
             shape = "x".join(map(str, dims))
             far = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
             note = both_notes(note, far)
             error *= 1 + math.log(nearest, FAR)
-        outside = bool(np.any((dims > shapes.max(0)) | (dims < shapes.min(0))))
+        outside = bool(np.any((at > places.max(0)) | (at < places.min(0))))
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
         return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
 
-    def _log_utilisation(self, surface: Surface) -> tuple[np.ndarray, np.ndarray]:
+    def _log_utilisation(self, surface: Surface) -> tuple[Floats, Floats, list[float]]:
+        """Return the places of measured shapes, their log utilisation, and the errors of shapes
+        whose neighbours within each distance of ``HIDDEN`` are hidden."""
         if id(surface) not in self._logs:
-            rooflines = [roofline_s(shape_op(surface, shape), surface) for shape in surface.shapes]
-            logs = np.log(np.asarray(rooflines) / np.asarray(surface.time_s))
-            self._logs[id(surface)] = (np.asarray(surface.shapes, float), logs)
+            ops = [shape_op(surface, shape) for shape in surface.shapes]
+            rooflines = np.asarray([roofline_s(op, surface) for op in ops])
+            places = np.asarray([place(op, surface.dims) for op in ops])
+            logs, errors = np.log(rooflines / np.asarray(surface.time_s)), list[float]()
+            for nearer in HIDDEN:
+                off = np.abs(left_out(places, logs, nearer) - 1)
+                least = errors[-1] if errors else untested_as_unknown(surface.held_out)
+                errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
+            self._logs[id(surface)] = places, logs, errors
         return self._logs[id(surface)]
 
     def _note(self, text: str) -> None:
