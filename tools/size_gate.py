@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_190,
     "pages": 6_350,
     "parallel": 3_185,
-    "prices": 1_557,
+    "prices": 1_568,
     "probe": 7_026,
     "reshard": 5_094,
     "search": 4_936,
