@@ -222,7 +222,10 @@ class Datasheet:
         if peak is None:
             raise ValueError(self._lacks(f"device.peak_flops of {op.dtype}"))
         rate = peak * share.on(self.cluster.device.name)
-        return self.known.launch.time_s + work_s(op, rate, self._memory), share.error
+        time_s = max(op.flops / rate, op.bytes / self._memory)
+        if isinstance(op, Attention):
+            time_s = work_s(op, rate, self._memory)
+        return self.known.launch.time_s + time_s, share.error
 
     @cached_property
     def _memory(self) -> float:

@@ -1,4 +1,6 @@
-"""The FLOPs that a GPU spends on attention: its tiles come in waves, which are not always full.
+"""The FLOPs that a GPU spends on products and attention, whose tiles are not always full.
+
+A product's tiles are 128 rows, columns and steps of k. Grouped products count as they are.
 
 A kernel takes 128 queries of a head at a time, against blocks of 128 keys; a causal tile stops at
 its diagonal, and to begin and end a tile takes as long as a block. Heads are padded to 64 or 128
@@ -7,9 +9,10 @@ next tile, and the last to end sets the time: 8 heads of 1,024 tokens take as lo
 """
 
 import heapq
+import math
 from functools import lru_cache
 
-from meshwise.spec import Attention, Shaped
+from meshwise.spec import Attention, Gemm, Shaped
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 TILE = 128
@@ -27,6 +30,8 @@ def padded_width(op: Attention) -> int:
 def spent_flops(op: Shaped) -> float:
     """Return the FLOPs that a device could do while an operation runs: ``op.flops``, but of
     attention by its tiles. ``SOFTMAX`` and ``START`` were fitted to an H200 (docs/calibrate.md)."""
+    if isinstance(op, Gemm) and op.groups == 1:
+        return 2.0 * math.prod(-(-extent // TILE) * TILE for extent in (op.m, op.n, op.k))
     if not isinstance(op, Attention):
         return float(op.flops)
     steps = _steps(op.batch * op.heads, op.q_len, op.kv_len, op.window or op.kv_len, op.causal)
@@ -38,8 +43,11 @@ def spent_flops(op: Shaped) -> float:
 
 def work_s(op: Shaped, flops_per_s: float, bytes_per_s: float) -> float:
     """Return max(FLOPs spent / rate, bytes / rate), or the sum of both for attention's backward,
-    which reads and writes much before and after its tiles."""
+    which reads and writes much before and after its tiles; of products, where one half hides the
+    other, the root of the sum of squares."""
     both = spent_flops(op) / flops_per_s, op.bytes / bytes_per_s
+    if isinstance(op, Gemm) and op.groups == 1:
+        return math.hypot(*both)
     backward = isinstance(op, Attention) and op.direction == "backward"
     return sum(both) if backward else max(both)
 

@@ -8,8 +8,8 @@ import pytest
 
 from meshwise import fit, store
 from meshwise.prices import Datasheet, shape_op
-from meshwise.prices.waves import MULTIPROCESSORS, START, spent_flops
-from meshwise.spec import Attention
+from meshwise.prices.waves import MULTIPROCESSORS, START, spent_flops, work_s
+from meshwise.spec import Attention, Gemm
 
 PROFILES = Path(__file__).parents[2] / "benchmarks/2026-11-28-fresh"
 
@@ -48,6 +48,12 @@ def test_tiles_take_turns_as_on_a_clock(heads, tokens, causal):
     block = 4 * 128 * 128 * 128  # FLOPs of its two products
     spent = spent_flops(attention(heads, tokens, causal=causal))
     assert spent == pytest.approx(block * MULTIPROCESSORS * (START + ticks))
+
+
+def test_a_product_spends_whole_tiles_and_memory_is_not_all_hidden():
+    skinny, whole = (Gemm(m=1024, n=n, k=512) for n in (16, 128))
+    assert spent_flops(skinny) == spent_flops(whole) == whole.flops
+    assert work_s(whole, whole.flops / 3, whole.bytes / 4) == pytest.approx(5)  # of 3 s and 4 s
 
 
 def test_a_wave_that_is_not_full_takes_as_long_and_heads_are_padded():
