@@ -2,6 +2,7 @@
 law of work with two limits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,7 +11,16 @@ import numpy as np
 from meshwise.prices.key import size
 from meshwise.prices.laws import Floats, KnotTimes
 from meshwise.prices.waves import padded_width, spent_flops, work_s
-from meshwise.spec import Attention, Curve, HeldOut, PriceTier, Shaped, Surface
+from meshwise.spec import (
+    Attention,
+    Curve,
+    Elementwise,
+    HeldOut,
+    PriceTier,
+    Shaped,
+    Sized,
+    Surface,
+)
 
 TOO_NOISY = "too noisy to plan with: half of the points left out were over 50 % off"
 NEIGHBOURS = 4
@@ -78,6 +88,12 @@ def times_of(curve: Curve) -> KnotTimes:
     return KnotTimes(curve.law, law.parameters, curve.x_bytes, curve.time_s, curve.end_s_per_byte)
 
 
+def streams(like: Sized, time_s: Sequence[float]) -> bool:
+    """Whether a curve ends where memory is the limit: the last size of memory-bound work takes
+    twice the least time or more, which is the launch or the host's."""
+    return isinstance(like, Elementwise) and time_s[-1] >= 2 * min(time_s)
+
+
 def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
     first, last = curve.x_bytes[0], curve.x_bytes[-1]
     note = f"{name}: {TOO_NOISY}" if curve.held_out.noisy else ""
@@ -95,6 +111,8 @@ def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
     tested = max(error, untested_as_unknown(curve.beyond)) * math.log(x / last, 16)
     least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
     bounds = max(most / time_s, time_s / least) - 1
+    if streams(curve.like, curve.time_s):  # what is left out below the end tells of hosts
+        return Estimate(time_s, curve.noise + bounds, "extrapolated", note)
     return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)
 
 
