@@ -24,6 +24,7 @@ from meshwise.spec import (
 
 TOO_NOISY = "too noisy to plan with: half of the points left out were over 50 % off"
 NEIGHBOURS = 4
+HIDDEN = 0.0, 0.25, 0.5, 1.0, 2.0  # distances between logarithms of sizes
 SHARP = 4  # where two limits are equal, work takes 19 % longer than either
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
@@ -80,6 +81,20 @@ def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Fl
     tested = np.isfinite(distance).any(axis=1)
     found = interpolate_utilisation(distance[tested], log_utilisation)
     return np.exp(log_utilisation[tested] - found)
+
+
+def measured_places(surface: Surface) -> tuple[Floats, Floats, list[float]]:
+    """Return the places of a surface's shapes, their log utilisation, and the errors of shapes
+    whose neighbours within each distance of ``HIDDEN`` are hidden."""
+    ops = [shape_op(surface, shape) for shape in surface.shapes]
+    rooflines = np.asarray([roofline_s(op, surface) for op in ops])
+    places = np.asarray([place(op, surface.dims) for op in ops])
+    logs, errors = np.log(rooflines / np.asarray(surface.time_s)), list[float]()
+    for nearer in HIDDEN:
+        off = np.abs(left_out(places, logs, nearer) - 1)
+        least = errors[-1] if errors else untested_as_unknown(surface.held_out)
+        errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
+    return places, logs, errors
 
 
 def times_of(curve: Curve) -> KnotTimes:

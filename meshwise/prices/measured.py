@@ -28,6 +28,7 @@ import numpy as np
 from meshwise.prices.datasheet import Beside, Datasheet, attainable, words_beside
 from meshwise.prices.evaluate import (
     FAR,
+    HIDDEN,
     SHARP,
     TOO_NOISY,
     Estimate,
@@ -35,13 +36,11 @@ from meshwise.prices.evaluate import (
     both_notes,
     from_curve,
     interpolate_utilisation,
-    left_out,
+    measured_places,
     place,
     roofline_s,
-    shape_op,
     slower_s,
     times_of,
-    untested_as_unknown,
 )
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, size
 from meshwise.prices.laws import Floats, KnotTimes
@@ -70,7 +69,6 @@ UNPROFILED = {  # and what measures it
     **dict.fromkeys(("h2d", "d2h"), "health"),
     **{kind: f"collectives {kind}" for kind in ("reduce", "gather", "scatter")},
 }
-HIDDEN = 0.0, 0.25, 0.5, 1.0, 2.0  # between logarithms of sizes
 MOST_BEYOND = 256  # times the largest measured size
 UNSURE_BYTES = 2**26  # below, groups of other sizes tell little
 
@@ -306,7 +304,9 @@ class Prices:
         return self._between(price, op, dims, key.name)
 
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
-        places, log_utilisation, errors = self._log_utilisation(surface)
+        if id(surface) not in self._logs:
+            self._logs[id(surface)] = measured_places(surface)
+        places, log_utilisation, errors = self._logs[id(surface)]
         at = np.asarray(place(op, surface.dims))
         distance = apart(at, places)
         utilisation = math.exp(interpolate_utilisation(distance, log_utilisation))
@@ -322,21 +322,6 @@ class Prices:
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
         return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
-
-    def _log_utilisation(self, surface: Surface) -> tuple[Floats, Floats, list[float]]:
-        """Return the places of measured shapes, their log utilisation, and the errors of shapes
-        whose neighbours within each distance of ``HIDDEN`` are hidden."""
-        if id(surface) not in self._logs:
-            ops = [shape_op(surface, shape) for shape in surface.shapes]
-            rooflines = np.asarray([roofline_s(op, surface) for op in ops])
-            places = np.asarray([place(op, surface.dims) for op in ops])
-            logs, errors = np.log(rooflines / np.asarray(surface.time_s)), list[float]()
-            for nearer in HIDDEN:
-                off = np.abs(left_out(places, logs, nearer) - 1)
-                least = errors[-1] if errors else untested_as_unknown(surface.held_out)
-                errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
-            self._logs[id(surface)] = places, logs, errors
-        return self._logs[id(surface)]
 
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
