@@ -19,7 +19,7 @@ from meshwise.models import block_tasks, device_of
 from meshwise.pages import svg
 from meshwise.prices import Datasheet, Prices, roofline_s, shape_op, unmeasured
 from meshwise.prices.datasheet import attainable, of_bytes
-from meshwise.prices.evaluate import NEIGHBOURS, interpolate_utilisation, slower_s
+from meshwise.prices.evaluate import NEIGHBOURS, apart, left_out, slower_s
 from meshwise.prices.laws import Floats, KnotTimes, law_s
 from meshwise.prices.measured import MOST_BEYOND
 from meshwise.prices.uneven import RULES, even_bytes
@@ -173,17 +173,11 @@ def neighbours(costs: Costs) -> svg.Figure:
     surface = next(one for one in costs.surfaces if isinstance(one.like, Gemm) and one.like.trans_b)
     ops = [shape_op(surface, shape) for shape in surface.shapes]
     flops = np.asarray([op.flops for op in ops], float)
-    shapes = np.asarray(surface.shapes, float)
+    places = np.log(np.asarray(surface.shapes, float))
     reached = np.asarray([roofline_s(op, surface) for op in ops]) / surface.time_s
-    told = [
-        interpolate_utilisation(
-            np.delete(np.log(shapes) - np.log(shapes[i]), i, axis=0), np.log(np.delete(reached, i))
-        )
-        for i in range(len(shapes))
-    ]
+    told = reached / left_out(places, np.log(reached))
     mine = int(np.argsort(np.abs(np.log(told / reached)))[-3])
-    apart = np.sqrt((np.log(shapes / shapes[mine]) ** 2).sum(axis=1))
-    near = np.argsort(apart)[1 : NEIGHBOURS + 1]
+    near = np.argsort(apart(places[mine], places))[1 : NEIGHBOURS + 1]
 
     def example(axes: "Axes") -> None:
         axes.plot(flops, 100 * reached, "o", color=BLUE, label="measured shapes")

@@ -92,10 +92,10 @@ def calibrate(
     import msgspec
 
     from meshwise.fit import off_sheet
-    from meshwise.pages import tables
+    from meshwise.pages import prices
 
     document = {**msgspec.to_builtins(made), "datasheet": off_sheet(made)}
-    emit(document, tables.costs(made), json)
+    emit(document, prices.of(made), json)
     return DONE
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwise.fit import laws
 from meshwise.prices import Datasheet
+from meshwise.prices.evaluate import streams
 from meshwise.prices.laws import Floats, KnotTimes, cubic, slopes
 from meshwise.prices.uneven import bus_factor
 from meshwise.spec import Cluster, Collective, Curve, HeldOut
@@ -31,6 +32,7 @@ LEAST_TIMINGS = 3
 BETTER = 6 / 7  # of the error of ``cubic``
 ODD = 1.5  # a point is odd if it is off by this factor, and by six times what others are
 PROPORTIONAL = 0.95  # log-log slope from which on times count as proportional to bytes
+STREAM = 0.05  # error of a rate at 1 GiB for 4 GiB, adamw on 4 profiles (2026-11-28-left-out)
 ALIKE = 0.15  # log-log slopes that differ by less are alike
 FLAT = 3  # so few knots that do not rise may be noise
 FAR = 8.0, 32.0  # bytes over those of the last knot, of points that test the slope beyond it
@@ -75,6 +77,9 @@ def fit_curve(
     }
     slope, sheet_error = sheet.s_per_byte(like) if sheet else (0.0, 0.0)
     end, least, most = _end(x, t, slope, sheet_error)
+    if sheet and slope and streams(like, t.tolist()):
+        end = float((t[-1] - sheet.known.launch.time_s) / x[-1])
+        least, most = end / (1 + STREAM), end * (1 + STREAM)
     return Curve(
         law=law if law in found else _best(found, predicted),
         laws=found,

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from meshwise.fit.curves import held_out
-from meshwise.prices.evaluate import interpolate_utilisation, roofline_s
+from meshwise.prices.evaluate import left_out, place, roofline_s, shape_op
 from meshwise.prices.laws import Floats
+from meshwise.prices.waves import spent_flops
 from meshwise.spec import HeldOut, Shaped, Surface
 
 ODD = 30.0  # a utilisation further from the median by this factor is no measurement
@@ -39,14 +40,9 @@ def fit_surface(
         said = f"{ODD:g} times the median utilisation or more, or a {ODD:g}th or less"
         named = tuple(f"{'x'.join(map(str, shape))} ({said})" for shape in sorted(odd))
         surface = msgspec.structs.replace(surface, no_shapes=named)
-    shapes, measured = surface.shapes, surface.time_s
-    rooflines = np.exp(log_utilisation) * measured
-    predicted, log_shapes = [], np.log(np.asarray(shapes, float))
-    for i in range(len(shapes)) if len(shapes) > 1 else ():
-        apart = np.delete(log_shapes - log_shapes[i], i, axis=0)
-        told = interpolate_utilisation(apart, np.delete(log_utilisation, i))
-        predicted.append(rooflines[i] / told)
-    error = held_out(predicted, measured if predicted else [])
+    places = np.asarray([place(shape_op(surface, shape), dims) for shape in surface.shapes])
+    ratios = left_out(places, log_utilisation).tolist()
+    error = held_out(ratios, [1.0] * len(ratios))
     return msgspec.structs.replace(surface, held_out=error)
 
 
@@ -69,7 +65,7 @@ def _through(
         shapes=tuple(shapes),
         time_s=tuple(measured),
         floor_s=min(floor_s, *measured),
-        flops_per_s=max(op.flops / t for op, t in zip(ops, measured, strict=True)),
+        flops_per_s=max(spent_flops(op) / t for op, t in zip(ops, measured, strict=True)),
         bytes_per_s=max(copy_bytes_per_s, *rates),
         held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
         **about,

@@ -13,6 +13,7 @@ from meshwise.pages import (
     collectives,
     figures,
     operators,
+    prices,
     samples,
     show,
     steps,
@@ -212,7 +213,7 @@ def _prices(contents: Contents) -> PageSection:
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
         (*single, *figures.collectives(costs)),
-        folded=tuple(tables.costs(costs)),
+        folded=tuple(prices.of(costs)),
     )
 
 

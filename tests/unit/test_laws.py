@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.interpolate import PchipInterpolator
 
-from meshwise.fit import laws
+from meshwise import store
+from meshwise.fit import calibrate, laws
 from meshwise.fit.curves import fit_curve
 from meshwise.prices import Prices, times_of, unmeasured
 from meshwise.prices.evaluate import from_curve
@@ -301,3 +302,19 @@ def test_the_sigmoid_s_interval_holds_its_price_at_every_knot_and_far_below(recw
         assert found.error >= 0 and found.source == "interpolated"
     steep = (2.0, 50.0, 3e11, 2e-5, 2.0, 30.0, 40.0, 0.0, 1.0)
     assert np.isfinite(sigmoid_s(steep, np.array([8.0]))).all() and not recwarn.list
+
+
+@pytest.mark.parametrize("profile", ["h100-gpt-1.3b", "h100-llama-3-8b", "h200-gpt-2.6b"])
+def test_the_optimizer_beyond_its_curve_takes_as_long_a_byte(profile):
+    """The first sizes of stored curves, to 1 GiB, predict 4 GiB; hosts set the smallest times."""
+    runs = Path(__file__).parents[2] / "benchmarks/2026-11-28-fresh" / profile / "runs"
+    info, samples, *_ = store.load(next(runs.glob("*-measure-profile-*")))
+    sized = [each for each in samples if isinstance(each.case.op, Elementwise)]
+    short = [each for each in sized if each.case.op.bytes <= 1.1 * 2**30]
+    (whole,) = (each for each in calibrate([(info, sized)]).curves if each.like.kind == "adamw")
+    assert whole.x_bytes[-1] > 3.9 * 2**30
+    last = int(whole.x_bytes[-1])
+    op = msgspec.structs.replace(whole.like, read_bytes=last // 2, write_bytes=last - last // 2)
+    found = Prices(calibrate([(info, short)])).estimate(op)
+    assert found.source == "extrapolated" and found.error < 0.25
+    assert found.time_s == pytest.approx(whole.time_s[-1], rel=0.05)

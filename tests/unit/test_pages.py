@@ -13,7 +13,19 @@ import pytest
 
 import meshwise
 from meshwise import search
-from meshwise.pages import answers, compare, health, html, samples, show, steps, svg, table, tables
+from meshwise.pages import (
+    answers,
+    compare,
+    health,
+    html,
+    prices,
+    samples,
+    show,
+    steps,
+    svg,
+    table,
+    tables,
+)
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.prices import unmeasured
@@ -54,7 +66,7 @@ def comparison():
 
 TABLES = {
     "cluster": lambda: tables.cluster(known.CLUSTER),
-    "costs": lambda: tables.costs(known.COSTS),
+    "costs": lambda: prices.of(known.COSTS),
     "plan": lambda: tables.plan(known.plan()),
     "answers": lambda: answers.of(known.answered()),
     "steps": lambda: steps.tables(results()),
@@ -307,7 +319,7 @@ def test_prices_that_were_not_measured_are_not_numbers():
         known.COSTS.curves[0], law="lines", end_s_per_byte=0.0, end_range_s_per_byte=(0.0, 0.0)
     )
     bare = msgspec.structs.replace(known.COSTS, factors=(), curves=(curve,))
-    curves, _, _, blocks = tables.costs(bare)
+    curves, _, _, blocks = prices.of(bare)
     assert curves.rows[0][5] == "–"
     assert rendered([blocks]) == ("No block was measured; plans add operations up as they are.\n\n")
     assert "No block was measured" in html.page(Contents(None, bare, (), ()))
