@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_254,
     "pages": 6_458,
     "parallel": 3_189,
-    "prices": 1_616,
+    "prices": 1_633,
     "probe": 7_050,
     "reshard": 5_094,
     "search": 5_133,
