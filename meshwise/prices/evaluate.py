@@ -63,13 +63,17 @@ def interpolate_utilisation(distance: Floats, log_utilisation: Floats) -> Floats
     """Return the mean log utilisation of the nearest neighbours of each row, weighted by
     1/distance^2. ``distance``: a column a neighbour, inf for those that do not count."""
     nearest = np.argsort(distance, axis=-1, kind="stable")[..., :NEIGHBOURS]
-    weights = 1 / np.maximum(np.take_along_axis(distance, nearest, -1), 1e-9) ** 2
+    of_nearest = (
+        np.take_along_axis(distance, nearest, -1) if distance.ndim > 1 else distance[nearest]
+    )
+    weights = 1 / np.maximum(of_nearest, 1e-9) ** 2
     return np.asarray((weights * log_utilisation[nearest]).sum(-1) / weights.sum(-1))
 
 
 def apart(places: Floats, others: Floats) -> Floats:
     """Return the distances of places, a row each, from others, a column each."""
-    return np.asarray(np.sqrt(((places[..., None, :] - others) ** 2).sum(-1)))
+    difference = places[..., None, :] - others
+    return np.asarray(np.sqrt(np.einsum("...i,...i", difference, difference)))
 
 
 def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Floats:
@@ -83,9 +87,20 @@ def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Fl
     return np.exp(log_utilisation[tested] - found)
 
 
-def measured_places(surface: Surface) -> tuple[Floats, Floats, list[float]]:
-    """Return the places of a surface's shapes, their log utilisation, and the errors of shapes
-    whose neighbours within each distance of ``HIDDEN`` are hidden."""
+class Places(NamedTuple):
+    """The places of a surface's shapes, the least and the most of each coordinate, their log
+    utilisation, and the errors of shapes whose neighbours within each distance of ``HIDDEN`` are
+    hidden."""
+
+    at: Floats
+    least: list[float]
+    most: list[float]
+    log_utilisation: Floats
+    errors: list[float]
+
+
+def measured_places(surface: Surface) -> Places:
+    """Return where a surface was measured."""
     ops = [shape_op(surface, shape) for shape in surface.shapes]
     rooflines = np.asarray([roofline_s(op, surface) for op in ops])
     places = np.asarray([place(op, surface.dims) for op in ops])
@@ -94,7 +109,7 @@ def measured_places(surface: Surface) -> tuple[Floats, Floats, list[float]]:
         off = np.abs(left_out(places, logs, nearer) - 1)
         least = errors[-1] if errors else untested_as_unknown(surface.held_out)
         errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
-    return places, logs, errors
+    return Places(places, places.min(0).tolist(), places.max(0).tolist(), logs, errors)
 
 
 def times_of(curve: Curve) -> KnotTimes:

@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from operator import le
 from statistics import fmean
 from typing import Protocol
 
@@ -32,6 +33,7 @@ from meshwise.prices.evaluate import (
     SHARP,
     TOO_NOISY,
     Estimate,
+    Places,
     apart,
     both_notes,
     from_curve,
@@ -43,7 +45,7 @@ from meshwise.prices.evaluate import (
     times_of,
 )
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, outermost, size
-from meshwise.prices.laws import Floats, KnotTimes
+from meshwise.prices.laws import KnotTimes
 from meshwise.spec import (
     TIERS,
     Block,
@@ -144,7 +146,7 @@ class Prices:
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
-        self._logs: dict[int, tuple[Floats, Floats, list[float]]] = {}
+        self._places: dict[int, Places] = {}
 
     @property
     def nothing_measured(self) -> bool:
@@ -304,24 +306,24 @@ class Prices:
         return self._between(price, op, dims, key.name)
 
     def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
-        if id(surface) not in self._logs:
-            self._logs[id(surface)] = measured_places(surface)
-        places, log_utilisation, errors = self._logs[id(surface)]
-        at = np.asarray(place(op, surface.dims))
-        distance = apart(at, places)
-        utilisation = math.exp(interpolate_utilisation(distance, log_utilisation))
-        error = float(np.interp(distance.min(), HIDDEN, errors))
+        if id(surface) not in self._places:
+            self._places[id(surface)] = measured_places(surface)
+        known, at = self._places[id(surface)], place(op, surface.dims)
+        distance = apart(np.asarray(at), known.at)
+        closest = float(distance.min())
+        utilisation = math.exp(interpolate_utilisation(distance, known.log_utilisation))
+        error = float(np.interp(closest, HIDDEN, known.errors))
         note = f"{name}: {TOO_NOISY}" if surface.held_out.noisy else ""
-        nearest = math.exp(float(np.abs(places - at).max(axis=1).min()))
-        if nearest > FAR:
+        far_off = math.exp(closest) > FAR and float(np.abs(known.at - at).max(axis=1).min())
+        if (nearest := math.exp(far_off)) > FAR:
             shape = "x".join(map(str, dims))
             far = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
             note = both_notes(note, far)
             error *= 1 + math.log(nearest, FAR)
-        outside = bool(np.any((at > places.max(0)) | (at < places.min(0))))
+        inside = all(map(le, known.least, at)) and all(map(le, at, known.most))
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
-        return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
+        return Estimate(time_s, error, "interpolated" if inside else "extrapolated", note)
 
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
