@@ -87,7 +87,7 @@ def left_out(places: Floats, log_utilisation: Floats, nearer: float = 0.0) -> Fl
     return np.exp(log_utilisation[tested] - found)
 
 
-class Places(NamedTuple):
+class ShapePlaces(NamedTuple):
     """The places of a surface's shapes, the least and the most of each coordinate, their log
     utilisation, and the errors of shapes whose neighbours within each distance of ``HIDDEN`` are
     hidden."""
@@ -99,7 +99,7 @@ class Places(NamedTuple):
     errors: list[float]
 
 
-def measured_places(surface: Surface) -> Places:
+def measured_places(surface: Surface) -> ShapePlaces:
     """Return where a surface was measured."""
     ops = [shape_op(surface, shape) for shape in surface.shapes]
     rooflines = np.asarray([roofline_s(op, surface) for op in ops])
@@ -109,7 +109,7 @@ def measured_places(surface: Surface) -> Places:
         off = np.abs(left_out(places, logs, nearer) - 1)
         least = errors[-1] if errors else untested_as_unknown(surface.held_out)
         errors.append(max(least, float(np.quantile(off, 0.9)) if len(off) else least))
-    return Places(places, places.min(0).tolist(), places.max(0).tolist(), logs, errors)
+    return ShapePlaces(places, places.min(0).tolist(), places.max(0).tolist(), logs, errors)
 
 
 def times_of(curve: Curve) -> KnotTimes:

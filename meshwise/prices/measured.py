@@ -33,7 +33,7 @@ from meshwise.prices.evaluate import (
     SHARP,
     TOO_NOISY,
     Estimate,
-    Places,
+    ShapePlaces,
     apart,
     both_notes,
     from_curve,
@@ -146,7 +146,7 @@ class Prices:
         self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, ShapePlaces] = {}
 
     @property
     def nothing_measured(self) -> bool:
