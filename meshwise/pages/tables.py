@@ -34,8 +34,9 @@ LAYOUT_LEGEND = (
     "pp: pipeline ranks x stages on each, and their schedule; dp, tp: data and tensor parallel "
     "degrees; meshes: dp x tp of each pipeline rank; dp/n: n replicas of the shards; +sp: sequence "
     "parallel; cuts: which dim tp divides, if not as usual; sums: when gradients of weights that "
-    "tp repeats are summed over tp; ways: what a stage has otherwise; zero: what dp shards; mb: "
-    "microbatch size x count; selective, full: what is computed again, full:n in n layers a stage."
+    "tp repeats are summed over tp; ways: what each stage has otherwise, or all stages of each "
+    "rank; zero: what dp shards; mb: microbatch size x count; selective, full: what is computed "
+    "again, full:n in n layers a stage."
 )
 PARTS_LEGEND = (
     "Time: of the rank that ends last, whose bubble includes waiting for slower stages. Memory: of "

@@ -360,7 +360,10 @@ class Layout(Record, kw_only=True):
         if self.tp_sums != "last":
             parts.append(f"sums:{self.tp_sums}")
         if self.ways:
-            parts.append("ways " + _in_words((way.name for way in self.ways), "/"))
+            each = [way.name for way in self.ways]
+            by_rank = each[: self.pp]  # of loops, whose ranks have one way each
+            same = each == by_rank * self.stages_per_rank
+            parts.append("ways " + _in_words(by_rank if same else each, "/"))
         if self.layers:
             parts.append("layers " + _in_words(self.layers))
         if self.zero:

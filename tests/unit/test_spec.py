@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
+from msgspec.structs import replace
 
 from meshwise import spec, store
 from meshwise.spec import (
@@ -444,6 +445,16 @@ def test_a_plan_must_cut_its_whole_batch_and_fit_its_cluster(data) -> None:
     assert "is 16, but the workload's global_batch_size is 24; make them equal" in message
     wide = Layout(dp=6, tp=1, microbatch_size=4, num_microbatches=1)
     assert "needs 6 of 2 devices" in refusal(lambda: msgspec.structs.replace(plan, layout=wide))
+
+
+def test_loops_name_the_ways_of_each_rank_once() -> None:
+    loops = Layout(
+        pp=2, dp=2, schedule="interleaved_1f1b", stages_per_rank=4, num_microbatches=2,
+        ways=(Way(), Way(zero=1)) * 4,
+    )  # fmt: skip
+    assert loops.name == "pp2x4 interleaved_1f1b dp2 ways same/zero1 mb1x2"
+    again = (*loops.ways[:6], Way(recompute="full"), Way(zero=1))
+    assert "ways same/zero1/same/zero1/same/zero1/full/zero1" in replace(loops, ways=again).name
 
 
 @given(records(Gemm))
