@@ -24,6 +24,6 @@ for family, name in FAMILIES.items():
     axes.errorbar(x, error, (low, high), fmt="o", ms=4, elinewidth=0.8, label=name)
 axes.axhline(0, color="black", lw=0.8)
 axes.set(ylabel="predicted / measured - 1 (%)", ylim=(-60, 60), xticks=[])
-axes.set_xlabel("63 trainings on 2 and 4 H200, from 106 ms to 2.4 s a step")
+axes.set_xlabel(f"{len(runs)} trainings on 2 and 4 H100 and H200, from 106 ms to 2.4 s a step")
 axes.legend(ncols=4, frameon=False)
 figure.savefig(Path(__file__).with_name("own.svg"), metadata={"Date": None})
