@@ -43,7 +43,8 @@ def main(folder: Path, limit_s: float, model: str, work: Workload, budget: str, 
         if time.monotonic() - BEGUN > limit_s:
             return print("not run: nothing was planned in time")
         time.sleep(1)
-    names = [path.stem.removeprefix("plan-") for path in sorted(Path().glob("plan-*.json"))]
+    names = [path.stem.removeprefix("plan-") for path in Path().glob("plan-*.json")]
+    names.sort(key=lambda name: (name.startswith("drawn"), name))
     firsts = [name for name in names if name in ("rank1", "rank2", "rank3")]
     for turn in range(TURNS):
         for name in [*firsts, *(name for name in names if name not in firsts)]:
