@@ -88,6 +88,7 @@ BLOCKS_APART = {
     "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5, "form": 2.5,
 }  # fmt: skip
 DEGREES = {"tp", "sequence_parallel", "cp", "ep"}
+KIND = ("op", "model", "direction", "recompute")  # of blocks whose ratios are compared
 # The error, a guess, of a price that another machine's measurements give: devices reach shares of
 # their data sheets that differ by up to a fifth (data/attainable.toml).
 TRANSFERRED = 0.25
@@ -433,7 +434,7 @@ class Prices:
         """Return how much ratios of this part, model and direction differ: a stand-in's error."""
 
         def kind(of: Category) -> list[str]:
-            return [word for name, word in of if name in ("op", "model", "direction")]
+            return [word for name, word in of if name in KIND]
 
         alike = [price for other, price in self.known.items() if kind(other) == kind(category)]
         ratios = [ratio for price in alike if isinstance(price, Factor) for ratio in price.ratio]
