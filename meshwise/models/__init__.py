@@ -149,10 +149,13 @@ def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
 @lru_cache(maxsize=4096)
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
     """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
-    ep."""
+    ep. Those of a backward include what it computes again."""
     tasks = _block_program(block, device).tasks
-    here = (block.part, block.direction)
-    return tuple(t for t in tasks if (t.part, t.phase) == here and t.name not in ENTRY)
+    phases = (block.direction, "recompute") if block.recompute != "none" else (block.direction,)
+    return tuple(
+        task for task in tasks
+        if task.part == block.part and task.phase in phases and task.name not in ENTRY
+    )  # fmt: skip
 
 
 def _block_program(block: Block, device: Device) -> Program:
@@ -163,6 +166,7 @@ def _block_program(block: Block, device: Device) -> Program:
     kinds = (
         forms_of(block.model, seq_len).get(block.form) or layer_kinds(block.model, seq_len)[0],
     )
+    alone["recompute"] = (block.recompute,)
     of = graph(block.model, size, seq_len, block.dtype, layers=kinds, device=device, **alone)
     return program_of(of, block.layout, block.dtype, device=device)
 

@@ -267,6 +267,8 @@ class LayerOptions(CountedOptions):
     "Ranks that share a sequence; may be repeated."
     ep: Annotated[tuple[int, ...], Range(1)] = (1,)
     "Ranks that share a layer's experts; may be repeated."
+    recompute: tuple[Literal["none", "selective", "full"], ...] = ("none",)
+    "What a layer's backward recomputes; full and selective time that backward. May be repeated."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from meshwise.options import Content, File, Options, Range, SomeModel
 from meshwise.spec.costs import SizeRule
+from meshwise.spec.layout import Recompute
 from meshwise.spec.op import Direction, Redop, Regime, SentDtype
 
 _WHAT = (
@@ -59,6 +60,8 @@ class PriceOptions(Options):
     "Ranks that share a layer's experts."
     direction: Direction = "forward"
     "Of a layer, attention or a convolution (backward: of the input and of the weights)."
+    recompute: Recompute = "none"
+    "What a layer's backward computes again, within its time."
     dtype: SentDtype | None = None
     "By default that of the plans made from these prices."
     regime: Regime | None = None

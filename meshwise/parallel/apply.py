@@ -24,7 +24,7 @@ from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor
 from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.parallel.sums import Sums
-from meshwise.spec import Layout, Recipe
+from meshwise.spec import Layout, Recipe, Recompute
 from meshwise.spec.plan import MOST_GRAPHS
 
 Lowering = Literal["eager", "compiled"]
@@ -68,16 +68,7 @@ def parallelize(
     for layer, kind in zip(filled(model, place, masters, seed, sums), kinds, strict=True):
         if recipe.fp8 and dtype == "bf16":
             fp8.use_fp8(layer)
-        in_one = lowering == "compiled" and is_one_graph(layer, layout)
-        recompute.recompute_layer(layer, kind, "compiled" if in_one else "eager")
-        if lowering == "compiled":
-            options: Any = BESIDE_PRODUCTS if recipe.async_tp else None
-            how: Any = {"fullgraph": in_one, "dynamic": False, "options": options}
-            # a compiled checkpoint cannot keep a mesh (2.13); around several graphs it is eager
-            if kind == "full" and (layout.tp > 1 or not in_one):
-                layer.compute = torch.compile(layer.compute, **how)  # type: ignore[method-assign]
-            else:
-                layer.compile(**how)
+        lower(layer, kind, layout, lowering, BESIDE_PRODUCTS if recipe.async_tp else None)
         if sharded:
             data.shard(layer, place, dtype, recipe, root=False, unseen=sums.unseen())
     if sharded:
@@ -106,6 +97,22 @@ def filled(
         if name != "layers":
             fill(model, child, name, seed, device, dtype)
     model.tie()
+
+
+def lower(
+    layer: Layer, kind: Recompute, layout: Layout, lowering: Lowering, options: Any = None
+) -> None:
+    """Set what a layer's backward recomputes, and compile the layer if ``lowering`` says so.
+    ``options``: torch.compile's."""
+    in_one = lowering == "compiled" and is_one_graph(layer, layout)
+    recompute.recompute_layer(layer, kind, "compiled" if in_one else "eager")
+    if lowering == "compiled":
+        how: Any = {"fullgraph": in_one, "dynamic": False, "options": options}
+        # a compiled checkpoint cannot keep a mesh (2.13); around several graphs it is eager
+        if kind == "full" and (layout.tp > 1 or not in_one):
+            layer.compute = torch.compile(layer.compute, **how)  # type: ignore[method-assign]
+        else:
+            layer.compile(**how)
 
 
 def is_one_graph(layer: nn.Module, layout: Layout) -> bool:

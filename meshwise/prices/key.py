@@ -256,6 +256,9 @@ FIELDS: dict[type, dict[str, Role]] = {
         "sequence_parallel": _word(lambda op: "sp" if op.sequence_parallel else ""),
         "cp": _word(lambda op: f"cp{op.cp}" if op.cp > 1 else ""),
         "ep": _word(lambda op: f"ep{op.ep}" if op.ep > 1 else ""),
+        "recompute": lambda op, field, _: (
+            ("category", field, "" if op.recompute == "none" else f"{field} {op.recompute}"),
+        ),
         **_all(_coordinate("activation_elements"), "microbatch_size seq_len"),
     },
 }  # fmt: skip

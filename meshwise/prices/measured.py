@@ -92,6 +92,7 @@ BLOCKS_APART = {
     "sequence_parallel": 0.4, "dtype": 0.5, "cp": 0.6, "ep": 0.7, "sizes": 1.5, "form": 2.5,
 }  # fmt: skip
 DEGREES = {"tp", "sequence_parallel", "cp", "ep"}
+KIND = ("op", "model", "direction", "recompute")  # of blocks whose ratios are compared
 # What a price by another machine's measurements is less sure. H100 and H200 by each other: 9 of 10
 # products are within 14 %, layers 35, large messages 20, small ones 51 (2026-11-28-left-out).
 TRANSFERRED = 0.25
@@ -433,7 +434,7 @@ class Prices:
         """Return how much ratios of this part, model and direction differ: a stand-in's error."""
 
         def kind(of: Category) -> list[str]:
-            return [word for name, word in of if name in ("op", "model", "direction")]
+            return [word for name, word in of if name in KIND]
 
         alike = [price for other, price in self.known.items() if kind(other) == kind(category)]
         ratios = [ratio for price in alike if isinstance(price, Factor) for ratio in price.ratio]

@@ -7,7 +7,7 @@ layer, or only the loss of the head. All experts get equally many rows. Images a
 between layers.
 
 Forward is timed while it saves for backward; dropping its graph is not timed. Backward is timed
-alone, from gradients that are None, after an untimed forward.
+alone, from gradients that are None, after an untimed forward. What it recomputes is in its time.
 
 ``saved_bytes`` of a rank is what one forward keeps for backward: the distinct storages of all
 tensors that autograd saves, with the block's input if it is saved, without the parameters and the
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from meshwise.engine import step
 from meshwise.models import stream_shape
 from meshwise.nn import build
-from meshwise.nn.stage import causal
+from meshwise.nn.stage import Layer, causal
 from meshwise.parallel import mesh, tensor
-from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
+from meshwise.parallel.apply import Lowering, fill, loss_context, loss_function, lower
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.probe.work import Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
@@ -44,7 +44,7 @@ class Blocks:
 
     def build(self, case: Case) -> Work:
         assert isinstance(case.op, Block)
-        op = msgspec.structs.replace(case.op, direction="forward")
+        op = msgspec.structs.replace(case.op, direction="backward")  # the one that may recompute
         either = msgspec.structs.replace(case, op=op)
         if self.held is None or self.held[0] != either:
             self.release()
@@ -86,8 +86,8 @@ class _Built:
         self.constants: list[Tensor] = [*module.parameters()]
         self.gradient: Tensor | None = None  # None for a loss: it is 1
         if op.part == "layer":
-            if lowering == "compiled":
-                module.compile(fullgraph=is_one_graph(module, self.layout), dynamic=False)
+            assert isinstance(module, Layer)
+            lower(module, op.recompute, self.layout, lowering)
             self.compute: Callable[[Tensor], Tensor] = module
             self.gradient = _activation(out, op.dtype, device, seed=1)
         else:

@@ -7,40 +7,53 @@ What data-parallel messages slow down depends on what runs beside them: ``simula
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
 
 from meshwise.models import Device, Piece, Task, block_tasks, device_of
 from meshwise.models.shard import OVER_DATA
-from meshwise.prices import Estimate, Prices
+from meshwise.prices import Estimate, Prices, in_step, op_key
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
-from meshwise.spec import Block, Collective, HeldOut, Layout, Op
+from meshwise.spec import Block, Collective, HeldOut, Layout, Op, Recompute
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
 )  # fmt: skip
+AGAIN = ("recompute", "backward")  # the phases in the time of a layer measured recomputed
 NO_HOOKS = (0.0, 0.0)  # forward, backward
 Pieces = Callable[[Task], Piece]  # the block that holds a task
-Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
+# by piece and direction, or by piece and what was measured recomputed with the backward
+Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]
 
 
 class Corrections(NamedTuple):
     """Corrections of the prices of a stage's tasks: the ``factors`` of their blocks, ``pieces``
-    that name these, and how much the power cap slows down the products of each (``stretch``)."""
+    that name these, and how much the power cap slows down the products of each (``stretch``).
+    ``recompute``: one word per layer; () if no layer so recomputed was measured."""
 
     factors: Factors
     pieces: Pieces
     stretch: Mapping[Piece, float]
+    recompute: Sequence[Recompute] = ()
+
+    def way(self, task: Task) -> str:
+        """Return the factor's direction, or the word of a layer that was measured recomputed."""
+        if self.recompute and task.part == "layer" and task.phase in AGAIN:
+            word = self.recompute[int(task.name.split(".")[1])]
+            if (self.pieces(task), word) in self.factors:
+                return word
+        return direction_of(task.phase)
 
     def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
         """Return a task's factor, and the error of its block's if there is one."""
         if _is_over_data(task):  # no measured block has it
             return 1.0, None
         piece = self.pieces(task)
-        ratio, error = self.factors.get((piece, direction_of(task.phase)), (1.0, None))
+        ratio, error = self.factors.get((piece, self.way(task)), (1.0, None))
         if in_bursts(task.op, estimate):
             ratio *= self.stretch.get(piece, 1.0)
         return ratio, error
@@ -51,9 +64,13 @@ def corrections(
     pieces: Pieces,
     prices: Prices,
     hooks: tuple[float, float] = NO_HOOKS,
+    recompute: Sequence[Recompute] = (),
 ) -> Corrections:
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
-    and direction. ``hooks``: of FSDP2 around each layer, as of ``hooks_of``."""
+    and direction. ``hooks``: of FSDP2 around each layer, as of ``hooks_of``. ``recompute``: one
+    word per layer."""
+    again = _measured_again(blocks, {*recompute} - {"none"}, prices)
+    blocks = {**blocks, **again}
     device = device_of(prices.costs.cluster, prices.costs.lowering)
     tasks = {key: _tasks(block, device) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
@@ -65,11 +82,25 @@ def corrections(
             block,
             tasks[piece, direction],
             stretch[piece],
-            hooks[direction == "backward"] if block.part == "layer" else 0.0,
+            hooks[block.direction == "backward"] if block.part == "layer" else 0.0,
         )
         for (piece, direction), block in blocks.items()
     }
-    return Corrections(factors, pieces, stretch)
+    return Corrections(factors, pieces, stretch, recompute if again else ())
+
+
+def _measured_again(
+    blocks: Mapping[tuple[Piece, str], Block], words: Iterable[Recompute], prices: Prices
+) -> dict[tuple[Piece, str], Block]:
+    """Return the layers that were measured with a recomputation of ``words``, by piece and word."""
+    costs, found = prices.costs, dict[tuple[Piece, str], Block]()
+    for ((piece, way), block), word in product(blocks.items(), words):
+        if way == "backward" and block.part == "layer":
+            again = msgspec.structs.replace(block, recompute=word)
+            how = in_step(again, costs.cluster, costs.lowering)
+            if op_key(again, how, costs.cluster).category in prices.known:
+                found[piece, word] = again
+    return found
 
 
 def hooks_of(inside: Layout, prices: Prices) -> tuple[float, float]:
@@ -155,7 +186,7 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
     known: dict[tuple[object, ...], Charge] = {}  # equal tasks share their record
 
     def charge(task: Task) -> Charge:
-        key = (id(task.op), correct.pieces(task), task.phase, task.stream)
+        key = (id(task.op), correct.pieces(task), task.phase, correct.way(task), task.stream)
         found = known.get(key)
         if found is None:
             found = known[key] = priced(task)
@@ -164,7 +195,7 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
     def priced(task: Task) -> Charge:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
-        group, relative = task.part + direction_of(task.phase), estimate.error
+        group, relative = task.part + correct.way(task), estimate.error
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
             relative += error.p90 if error is not None else 0.0

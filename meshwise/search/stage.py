@@ -8,7 +8,7 @@ All layouts with such a stage share the result, whatever their schedule. Without
 is one stage: the model.
 
 Tasks of a measured block cost their price times the block's factor. Recomputed operations cost the
-same as in the forward pass.
+same as in the forward pass, unless such a layer was measured: its factor is then of both.
 """
 
 from collections.abc import Callable, Sequence
@@ -157,8 +157,8 @@ class StageForm(NamedTuple):
     several. ``pieces``: the block that holds each task. ``moments``: the memory changes of its
     actions. ``corrected``: for each buffer the index of the ratio that multiplies its counted size:
     the measured ratios of ``saved``, then 1 and 0. ``passing``: buffers of gathered weights, and of
-    messages. ``ops`` and ``sizes``: each task's operation and each buffer's bytes at up to two
-    microbatch sizes; other sizes follow linearly."""
+    messages. ``recompute``: one word per layer. ``ops`` and ``sizes``: each task's operation and
+    each buffer's bytes at up to two microbatch sizes; other sizes follow linearly."""
 
     program: Program
     pieces: Pieces
@@ -166,6 +166,7 @@ class StageForm(NamedTuple):
     saved: tuple[Piece, ...]
     corrected: np.ndarray
     passing: tuple[list[int], ...]
+    recompute: tuple[Recompute, ...]
     ops: dict[int, tuple[Op, ...]]
     sizes: dict[int, np.ndarray]
 
@@ -189,7 +190,7 @@ def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], C
     form, stands_for = _form(kind, prices)
     blocks = blocks_in(kind, prices.costs.dtype)
     hooks = hooks_of(kind.layout, prices) if kind.hooked else NO_HOOKS
-    correct = corrections(blocks, form.pieces, prices, hooks)
+    correct = corrections(blocks, form.pieces, prices, hooks, form.recompute)
     charge = charges(correct, prices)
     return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
 
@@ -248,7 +249,9 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
             pieces, compiled = pieces_of(shorter), prices.costs.lowering == "compiled"
             moves, bare = moments(program, spans), program._replace(buffers={})
             corrected = _corrected(program, compiled, pieces)
-            known.append(StageForm(bare, pieces, moves, *corrected, passing, {}, {}))
+            known.append(
+                StageForm(bare, pieces, moves, *corrected, passing, shorter.recompute, {}, {})
+            )
         (form,) = known
         form.ops[size] = tuple([task.op for task in program.tasks])
         form.sizes[size] = np.asarray([each.num_bytes for each in program.buffers.values()])

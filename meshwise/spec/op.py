@@ -9,7 +9,7 @@ multiply-add is 2) and the bytes it must move (each input read once, each output
 from math import lcm
 from typing import Literal
 
-from meshwise.spec.layout import Layout
+from meshwise.spec.layout import Layout, Recompute
 from meshwise.spec.model import AnyModel, forms_of
 from meshwise.spec.record import Count, Length, NonNegative, Record
 from meshwise.spec.vision import WideResNet
@@ -283,7 +283,8 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     plan that contains the block (``fit.factors``). ``model`` has only as many layers as the block
     needs, and an empty name, so that equal pieces of different models share one key. ``form``:
     which layer, if the model's differ (``spec.forms_of``); "" is the first. ``seq_len``: of whole
-    sequences. ``cp`` ranks share each, ``tp`` a layer's weights, ``ep`` its experts.
+    sequences. ``cp`` ranks share each, ``tp`` a layer's weights, ``ep`` its experts. ``recompute``:
+    what a layer's backward computes again; its time is that of both.
     """
 
     part: Literal["layer", "head"]
@@ -297,6 +298,7 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     ep: Count = 1
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
+    recompute: Recompute = "none"
 
     def check(self) -> None:
         known, images = forms_of(self.model, self.seq_len), isinstance(self.model, WideResNet)
@@ -306,6 +308,8 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
             self.fail("form", f"must be one of {', '.join(sorted(known))}")
         if self.seq_len % self.cp:
             self.fail("cp", f"must divide seq_len = {self.seq_len}")
+        if self.recompute != "none" and (self.part, self.direction) != ("layer", "backward"):
+            self.fail("recompute", "only the backward of a layer recomputes; use none")
 
     @property
     def layout(self) -> Layout:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast, get_args
 
+import msgspec
+
 from meshwise import models
 from meshwise.models import Piece, catalogue, placement
 from meshwise.models.decoder import weights
@@ -192,7 +194,8 @@ def _layer(asked: PriceOptions, dtype: SentDtype) -> list[Block]:
         raise ValueError(reason)
     blocks = models.blocks_of(model, seq_len, layout, cast("Dtype", dtype))
     return [
-        block for ((part, _), way), block in blocks.items()
+        msgspec.structs.replace(block, recompute=asked.recompute)
+        for ((part, _), way), block in blocks.items()
         if part == "layer" and way == asked.direction
     ]  # fmt: skip
 
@@ -223,13 +226,24 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
     if isinstance(op, Block):
         piece: Piece = (op.part, op.form)
         errors = Amounts()
-        correct = corrections({(piece, op.direction): op}, lambda _: piece, prices)
+        ways = (op.direction,) if op.recompute == "none" else models.DIRECTIONS
+        blocks: dict[tuple[Piece, str], Block] = {
+            (piece, way): msgspec.structs.replace(op, direction=way, recompute="none")
+            for way in ways
+        }
+        correct = corrections(blocks, lambda _: piece, prices, recompute=(op.recompute,))
         tasks = models.block_tasks(op, models.device_of(costs.cluster, costs.lowering))
         parts = [*map(charges(correct, prices), tasks)]
         for part in parts:
             add(errors, part.group, part.error_s)
-        ((factor, _),) = correct.factors.values()
-        time_s = factor * prices.composed_s(tasks, correct.stretch[piece])
+        apart = {
+            way: [task for task in tasks if correct.way(task) == way] for _, way in correct.factors
+        }
+        time_s = sum(
+            correct.factors[piece, way][0] * prices.composed_s(some, correct.stretch[piece])
+            for way, some in apart.items()
+        )
+        factor = time_s / prices.composed_s(tasks, correct.stretch[piece])
         error = math.hypot(*errors.values()) / time_s
         rests_on = f"{len(parts)} operations"
         if key.category in prices.known:

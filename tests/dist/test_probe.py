@@ -344,6 +344,21 @@ def test_four_ranks(tmp_path):
             assert sample.metrics["wrong"] == sample.metrics["wrong_as_timed"] == 0
 
 
+def test_recomputed_layers_save_less(tmp_path):
+    """Two ranks share the layer. Full recomputation keeps its input alone; what is computed again
+    adds to the backward's time, so the sample is of one case with it."""
+    run_dir = new_run(tmp_path, 2)
+    plain = block("layer", "backward", tp=2)
+    words = ("none", "selective", "full")
+    ops = [msgspec.structs.replace(plain, recompute=word) for word in words]
+    start("sweeps", sweep.SweepRequest(cases=cases_of(ops, 2), run_dir=str(run_dir)), 2)
+    _, samples, _ = store.load(run_dir)
+    assert [one.status for one in samples] == ["ok"] * 3
+    none, selective, full = (one.metrics["saved_bytes"] for one in samples)
+    assert full == 2 * 16 * MODEL.hidden * 4 / 2  # rows, positions, width, fp32; over two ranks
+    assert full < selective < none
+
+
 def test_layers_of_images_of_every_shape(tmp_path):
     """What autograd keeps is what the graph counts, to the byte."""
     run_dir = new_run(tmp_path, 1)

@@ -1,5 +1,6 @@
 """Which cases ``measure gemm``, ``attention``, ``overlap``, ``layer`` time; the best shape."""
 
+import dataclasses
 import math
 
 import pytest
@@ -243,6 +244,17 @@ def test_layers_of_each_kind_over_every_degree_that_divides():
     assert [op.direction for op in ops] == ["forward", "backward"] * (len(ops) // 2)
     assert len(set(ops)) == len(ops)
     assert {op.microbatch_size for op in ops} == {1, 4}
+
+
+def test_only_the_backward_of_layers_is_measured_recomputed():
+    plain = LayerOptions(model=(SMALL,), seq_len=32, microbatch_sizes=(1,))
+    asked = dataclasses.replace(plain, recompute=("none", "full", "selective"))
+    before, after = (layer.cases(scope(world_size=1), each) for each in (plain, asked))
+    more = [case.op for case in after if case not in before]
+    assert [case for case in after if case in before] == before
+    assert [(op.part, op.direction, op.recompute) for op in more] == 3 * [
+        ("layer", "backward", "full"), ("layer", "backward", "selective")
+    ]  # fmt: skip
 
 
 def test_layers_that_no_ranks_divide_are_refused():

@@ -13,6 +13,7 @@ from meshwise.prices.key import FIELDS, How, links, marks
 from meshwise.spec import (
     Attention,
     Block,
+    Case,
     Cluster,
     Collective,
     Convolution,
@@ -154,6 +155,21 @@ def test_a_layer_of_images_is_alike_in_models_of_other_depths(change):
 def test_a_block_has_a_form_where_layers_have_several(fields, error):
     with pytest.raises(ValueError, match=error):
         Block(**{"part": "layer", "microbatch_size": 2, "seq_len": 1} | fields)
+
+
+def test_recomputation_is_a_category_and_none_keeps_old_ids():
+    block = Block(part="layer", model=GPT, microbatch_size=2, seq_len=8, direction="backward")
+    stored = msgspec.json.decode(msgspec.json.encode(block))
+    del stored["recompute"]  # as samples were written before there was the field
+    assert msgspec.json.decode(msgspec.json.encode(stored), type=Block) == block
+    full, selective = (
+        msgspec.structs.replace(block, recompute=word) for word in ("full", "selective")
+    )
+    ids = [Case(op=op).id for op in (block, full, selective)]
+    assert len({*ids}) == 3 and ids[0] == "dffe0c7c7d9b"  # its id before there was the field
+    assert op_key(block, How(), HOSTS).name + " recompute full" == op_key(full, How(), HOSTS).name
+    with pytest.raises(ValueError, match=r"Block\.recompute = 'full': only"):
+        msgspec.structs.replace(full, direction="forward")
 
 
 def peers(op, cluster):

@@ -18,6 +18,7 @@ from meshwise.prices import Prices, in_step, times_of, unmeasured
 from meshwise.prices.datasheet import attainable
 from meshwise.prices.measured import MOST_BEYOND
 from meshwise.search.simulate import Charge, run_program
+from meshwise.search.stage import kinds_of, priced
 from meshwise.spec import (
     Attention,
     Block,
@@ -28,6 +29,7 @@ from meshwise.spec import (
     Device,
     Elementwise,
     Gemm,
+    Layout,
     Model,
     Overlap,
     RunInfo,
@@ -36,6 +38,7 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
+from meshwise.verbs import price
 
 CLUSTER = Cluster(
     name="four",
@@ -200,6 +203,38 @@ def test_factor_carries_what_composition_misses(costs):
     assert ratio == pytest.approx(1.25, rel=0.05)
     assert error is not None and error.num_points == 1
     assert Prices(costs).saved_ratio(block) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("word", ["selective", "full"])
+def test_a_layer_measured_recomputed_is_its_time_in_plans(costs, word):
+    """Of a stage of four layers, two recompute. Their backward, with what it computes again, takes
+    the measured time of the block; other layers, and prices without such a block, stay."""
+    bare = Prices(costs)
+    plain = Block(part="layer", model=MODEL, microbatch_size=2, seq_len=1024, direction="backward")
+    block = msgspec.structs.replace(plain, recompute=word)
+    time_s = 3 * bare.composed_s(models.block_tasks(block))
+    timed = (sample(block, time_s, "compiled"), time_s, 5)
+    factors = fit_factors([([timed], {"like": block, "lowering": "compiled", "runs": ()})], bare)
+    measured = Prices(msgspec.structs.replace(costs, factors=(*costs.factors, *factors)))
+    layout = Layout(num_microbatches=1, microbatch_size=2, recompute=word, recompute_layers=2)
+    (kind,) = kinds_of(msgspec.structs.replace(MODEL, layers=4), 1024, layout)
+    again, rest = {}, {}
+    for name, prices in (("before", bare), ("after", measured)):
+        program, charge = priced(kind, prices)
+        again[name] = rest[name] = 0.0
+        for task in program.tasks:
+            mine = task.part == "layer" and task.phase in ("recompute", "backward")
+            if mine and task.name.startswith(("layers.0.", "layers.1.")):
+                again[name] += charge(task).time_s
+            else:
+                rest[name] += charge(task).time_s
+    assert again["after"] == pytest.approx(2 * time_s, rel=0.03)  # clocks are of the whole layer
+    assert again["before"] < 0.6 * again["after"]
+    assert rest["after"] == pytest.approx(rest["before"], rel=0.03)
+    found = price.of(block, measured, in_step(block, CLUSTER, "compiled"))
+    assert found.time_s == pytest.approx(time_s, rel=1e-6)
+    known = price.of(block, bare, in_step(block, CLUSTER, "compiled"))
+    assert 2 * known.time_s == pytest.approx(again["before"], rel=0.03)
 
 
 def test_the_nearest_measured_degree_stands_in(costs):

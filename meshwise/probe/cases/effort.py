@@ -89,7 +89,8 @@ def estimate_s(
     longest = max_seconds(case, sustain_s) * (4 if isinstance(op, Overlap) else 1)
     fewest = max(fewest, min_iterations(case))
     timed = min(max(longest, fewest * once), most * once)
-    compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
+    first = isinstance(op, Block) and (op.direction == "forward" or op.recompute != "none")
+    compiling = case.lowering == "compiled" and first
     if iterations is not None:
         timed = iterations * once * (batch(op) if case.regime in ("graph", "pipelined") else 1)
     timed = longest if case.regime == "sustained" else timed + warmup * once

@@ -1,10 +1,12 @@
 """``measure layer``: a model's layers and head over tp, cp and ep. No torch.
 
 Every legal combination of the degrees is measured, at each microbatch size, with and without
-sequence parallelism. Sizes vary fastest.
+sequence parallelism. Sizes vary fastest. Of recomputed layers only the backward differs.
 """
 
 from itertools import product
+
+from msgspec.structs import replace
 
 from meshwise.models import blocks_of, placement
 from meshwise.models.catalogue import default_model
@@ -34,9 +36,13 @@ def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
                 if reason := placement.obstacle(model, seq_len, layout):
                     obstacles.append(reason)
                     continue
-                for block in blocks_of(model, seq_len, layout, scope.dtype).values():
-                    how = in_step(block, scope.cluster, profile.lowering)
-                    found[Case(op=block, world_size=ranks, **how._asdict())] = None
+                blocks = blocks_of(model, seq_len, layout, scope.dtype).values()
+                for block, word in product(blocks, asked.recompute):
+                    if word != "none" and (block.part, block.direction) != ("layer", "backward"):
+                        continue
+                    op = replace(block, recompute=word)
+                    how = in_step(op, scope.cluster, profile.lowering)
+                    found[Case(op=op, world_size=ranks, **how._asdict())] = None
     if not found:
         raise ValueError("; ".join(dict.fromkeys(obstacles)))
     return list(found)
