@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models.data_parallel import EXPERTS, DataParallel, UnitElements, summed
-from meshwise.models.graph import Device, Graph, Node, Tensor, operation
+from meshwise.models.graph import BYTES, Device, Graph, Node, Tensor, operation
 from meshwise.models.shard import Buffer, Sharded, Task, shard
-from meshwise.spec import Layout
+from meshwise.spec import Layout, Recipe
 
 Runs = list[tuple[str, list[Task]]]
 Kind = Literal["F", "B", "I", "W"]
@@ -61,7 +61,8 @@ class Program(NamedTuple):
     ``resident_bytes``: memory held through the whole step (parameters, optimizer state).
     ``gathered``: elements of all weights that this rank gathers. A buffer lives from its first
     writer to its last reader; ``kept`` buffers live to the end of the step. ``sum_over``: ranks
-    in the two sums of gradients at the end of the step (``UnitElements.due``).
+    in the two sums of gradients at the end of the step (``UnitElements.due``). ``recipe``: with
+    the dtypes in which weights are kept and gradients are reduced.
     """
 
     tasks: tuple[Task, ...]
@@ -74,6 +75,7 @@ class Program(NamedTuple):
     units: Mapping[str, UnitElements] = {}
     sum_over: tuple[int, int] = (1, 1)
     optimizer: tuple[Node, ...] = ()
+    recipe: Recipe = Recipe()
 
 
 def program_of(
@@ -86,17 +88,20 @@ def program_of(
     device: Device = "cuda",
     cp_rank: int | None = None,
     idle: bool = False,
+    recipe: Recipe | None = None,
 ) -> Program:
     """Build the program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     ``layout``: the layout within a pipeline rank. The program's ``actions`` cover all tasks but the
     optimizer's. ``split``: each backward is an I and a W. ``times``: how many layers each of these
     layers stands for, by index; neighbours form one loop. ``cp_rank``: by default the busiest.
-    ``idle``: without the tasks of layers, so that data parallelism's are left.
+    ``idle``: without the tasks of layers, so that data parallelism's are left. ``recipe``: it
+    may keep weights and reduce gradients in bf16 where ``dtype`` is bf16.
     """
     over = (split, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     parts = (_idle_parts if idle else _parts)(graph, *over)
-    data = DataParallel(layout, parts.members, dtype, parts.sharded, device)
+    recipe = (recipe if dtype == "bf16" else None) or Recipe()
+    data = DataParallel(layout, parts.members, dtype, parts.sharded, device, recipe)
     weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
     for microbatch in range(layout.num_microbatches):
         for kind in parts.runs:
@@ -111,6 +116,7 @@ def program_of(
         units={unit: data.unit(unit) for unit in parts.members},
         sum_over=data.sum_over,
         optimizer=tuple(node for node in graph.nodes if node.phase == "optimizer"),
+        recipe=recipe,
     )
     return repeated(found, times or {})
 
@@ -187,12 +193,17 @@ def repeated(program: Program, times: Mapping[int, int]) -> Program:
     count = {f"layers.{index}": number for index, number in times.items()}
     held = [(of, count.get(_layer_of(unit), 1)) for unit, of in program.units.items()]
     local = sum(of.keeps * number for of, number in held)
-    ends = [_optimizer_task(node, local) for node in program.optimizer]
+    recipe, size = program.recipe, BYTES[program.recipe.weights] * local
+    ends = [
+        _optimizer_task(node, size)
+        for node in program.optimizer
+        if node.kind != "grad_norm" or recipe.max_grad_norm
+    ]
     for at, ranks in enumerate(program.sum_over):
-        ends[:0] = summed(sum(of.due[at] * number for of, number in held), ranks)
+        ends[:0] = summed(sum(of.due[at] * number for of, number in held), ranks, recipe)
     return program._replace(
         tasks=(*program.tasks[: program.actions[-1].stop], *ends),
-        resident_bytes={"parameters": 4 * local, "optimizer state": 8 * local},
+        resident_bytes={"parameters": size, "optimizer state": 2 * size},
         loops=tuple([loop._replace(times=count[loop.layer]) for loop in program.loops]),
         gathered=sum(of.gathers * number for of, number in held),
     )
@@ -221,9 +232,9 @@ def _layer_of(unit: str) -> str:
     return unit.removesuffix(EXPERTS)
 
 
-def _optimizer_task(node: Node, num_elements: int) -> Task:
+def _optimizer_task(node: Node, parameter_bytes: int) -> Task:
     local = Tensor("local", ("elements",), "fp32", "parameter")
-    op = operation(node, [local], [], {"elements": num_elements})
+    op = operation(node, [local], [], {"elements": parameter_bytes // BYTES["fp32"]})
     return Task(node.name, op, "compute", node.part, node.phase, (), ())
 
 

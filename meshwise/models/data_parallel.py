@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from meshwise.models.graph import BYTES, Device, elementwise
 from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task
-from meshwise.spec import Collective, Layout, Op
+from meshwise.spec import Collective, Layout, Op, Recipe
 
 EXPERTS = ".experts"  # suffix of a layer's unit of experts, if ranks hold different ones
 
@@ -58,15 +58,16 @@ class UnitElements(NamedTuple):
     due: tuple[int, int]
 
 
-def summed(elements: int, ranks: int) -> list[Task]:
+def summed(elements: int, ranks: int, recipe: Recipe) -> list[Task]:
     """Return the tasks that sum gradients over neighbouring ranks in one all-reduce at the end of a
     step."""
-    size = 4 * elements
-    copy = elementwise("copy", size, size, "backward")
+    held, size = BYTES[recipe.weights] * elements, BYTES[recipe.reduce] * elements
+    copy_in = elementwise("copy", held, size, "backward")
+    copy_out = elementwise("copy", size, held, "backward")
     op = Collective(
-        kind="all_reduce", size_bytes=size, group_size=ranks, dtype="fp32", in_place=True
+        kind="all_reduce", size_bytes=size, group_size=ranks, dtype=recipe.reduce, in_place=True
     )
-    steps = (("copy_in", copy), ("all_reduce", op), ("copy_out", copy)) if elements else ()
+    steps = (("copy_in", copy_in), ("all_reduce", op), ("copy_out", copy_out)) if elements else ()
     return [Task(f"sums.{name}", op, "compute", "dp", "backward", (), ()) for name, op in steps]
 
 
@@ -80,8 +81,10 @@ class DataParallel:
         dtype: str,
         over_tp: Sharded,
         device: Device,
+        recipe: Recipe,
     ) -> None:
-        self.device = device
+        self.device, self.weights_dtype, self.reduce_dtype = device, recipe.weights, recipe.reduce
+        self.weight_bytes, self.reduce_bytes = BYTES[recipe.weights], BYTES[recipe.reduce]
         self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
         self.groups = {unit: _groups(layout, unit) for unit in members}
         together = over_tp.partial - over_tp.apart if layout.tp_sums == "together" else frozenset()
@@ -168,9 +171,9 @@ class DataParallel:
         """Return the tasks that make a unit's weights ready and start the gather of the
         following unit."""
         tasks = self._gather(unit) + self._unpack(unit)
-        wide, own = 4 * self.unseen_elements[unit], self._cast(unit)
-        if wide and self.dtype != "fp32" and own not in self.buffers:
-            size = wide * BYTES[self.dtype] // 4
+        wide, own = self.weight_bytes * self.unseen_elements[unit], self._cast(unit)
+        if wide and self.dtype != self.weights_dtype and own not in self.buffers:
+            size = self.unseen_elements[unit] * BYTES[self.dtype]
             self.buffers[own] = Buffer(size, "activation")
             op = elementwise("cast", wide, size, "forward")
             tasks.append(Task(f"{unit}.cast", op, "compute", "dp", self.era, (), (own,)))
@@ -211,7 +214,7 @@ class DataParallel:
         if self.sharded:
             op, reads = elementwise("copy", size, size, "forward"), (self.gathered(unit),)
         else:
-            op = elementwise("cast", 4 * self.elements[unit], size, "forward")
+            op = elementwise("cast", self.weight_bytes * self.elements[unit], size, "forward")
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]
 
     def after(self, unit: str, made: dict[str, str], last: bool) -> list[Task]:
@@ -221,11 +224,13 @@ class DataParallel:
         tasks, gradients = list[Task](), tuple(of for n, of in made.items() if n not in self.unseen)
         if own := tuple(of for name, of in made.items() if name in self.unseen):
             size = self.unseen_elements[unit]
-            self.kept.update(self._add_up(f"{unit}.unseen", size, own, made, tasks))
+            name, dtype = f"{unit}.unseen", self.weights_dtype
+            self.kept.update(self._add_up(name, size, dtype, own, made, tasks))
         if not gradients:
             return tasks
         if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
-            gradients = self._add_up(unit, self.elements[unit], gradients, made, tasks)
+            size, dtype = self.elements[unit], self.reduce_dtype
+            gradients = self._add_up(unit, size, dtype, gradients, made, tasks)
             if not self.copies:
                 self.kept.update(gradients)
         if not self.copies or not (last or zero >= 2):
@@ -240,38 +245,46 @@ class DataParallel:
                 task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
         self.unreleased = (flat,)
-        wide = 4 * self.padded(unit)
+        wide, of = self.reduce_bytes * self.padded(unit), self.reduce_dtype
         self.buffers[flat] = Buffer(wide, "communication")
-        share = wide // groups.shards
+        share = self.weight_bytes * self.padded(unit) // groups.shards
         passing: tuple[str, ...] = ()
         if self.device == "cpu" and groups.shards > 1:  # gloo reduces a full copy
             passing = (self._passing("copied", unit, wide),)
         if done in self.buffers:  # the result is added to earlier microbatches'
             passing = (*passing, self._passing("reduced", unit, share))
+        result, is_cast = done, self.weights_dtype != of
+        if is_cast:  # what was reduced, until it has the dtype of the weights
+            result = self._passing("narrow", unit, wide // groups.shards)
         self.buffers[done] = Buffer(share, "gradient")
         self.kept.add(done)
         task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
         gradients = (flat,)
         if zero:
-            scatter = self._collective(unit, "reduce_scatter", wide, "fp32")
-            task("reduce_scatter", scatter, "dp", done, *passing)
-            gradients, wide = (done,), self.buffers[done].num_bytes
+            scatter = self._collective(unit, "reduce_scatter", wide, of)
+            task("reduce_scatter", scatter, "dp", result, *passing)
+            gradients, wide = (result,), self.buffers[result].num_bytes
         if groups.copies > 1 or not zero:
-            task("all_reduce", self._collective(unit, "all_reduce", wide, "fp32"), "dp", done)
+            task("all_reduce", self._collective(unit, "all_reduce", wide, of), "dp", result)
+        if is_cast:
+            gradients = (result,)
+            task("cast", elementwise("cast", wide, share, "backward"), "dp", done)
         return tasks
 
     def _add_up(
         self,
         unit: str,
         elements: int,
+        dtype: str,
         gradients: tuple[str, ...],
         made: dict[str, str],
         tasks: list[Task],
     ) -> tuple[str, ...]:
-        """Add gradients to those of earlier microbatches; return the buffers of the sums."""
-        wide, compute = 4 * elements, BYTES[self.dtype] * elements
+        """Add gradients to those of earlier microbatches, in ``dtype``; return the buffers of the
+        sums."""
+        wide, compute = BYTES[dtype] * elements, BYTES[self.dtype] * elements
         before = self.sums.get(unit, ())
-        if self.dtype == "fp32":  # autograd adds each to its sum as it is made
+        if self.dtype == dtype:  # autograd adds each to its sum as it is made
             self.sums[unit] = before or gradients
             gradients = ()
         else:
@@ -281,7 +294,7 @@ class DataParallel:
         passing: tuple[str, ...] = ()
         if before and gradients and self.device == "cpu":  # CPUs cast before adding two dtypes
             largest = max(prod(self.over_tp.shapes[name]) for name in made)
-            passing = (self._passing("wide", unit, 4 * largest),)
+            passing = (self._passing("wide", unit, BYTES[dtype] * largest),)
         if before or gradients:
             read = compute + (wide if before else 0)
             op, sums = elementwise("add", read, wide, "backward"), (*self.sums[unit], *passing)
@@ -295,9 +308,10 @@ class DataParallel:
         return full
 
     def _over_tp(self, name: str) -> Collective:
-        """Return the all-reduce of a gradient over tp, in fp32 if it was accumulated before."""
+        """Return the all-reduce of a gradient over tp, in the dtype of reductions if it was
+        accumulated before."""
         wide = self.layout.num_microbatches > 1 and self.layout.zero < 2
-        dtype = "fp32" if wide else self.dtype
+        dtype = self.reduce_dtype if wide else self.dtype
         return Collective(
             kind="all_reduce",
             size_bytes=prod(self.over_tp.shapes[name]) * BYTES[dtype],

@@ -12,6 +12,7 @@ from meshwise.options import (
     Range,
     SomeLanguageModel,
     SomeLayout,
+    SomeRecipe,
     Time,
 )
 from meshwise.options.models import DECODERS, MODELS
@@ -67,6 +68,11 @@ class PlanOptions(Options):
     (
         'Price this layout instead of searching, JSON or a file of it, for example {"pp": 2, '
         '"dp": 2, "schedule": "1f1b", "num_microbatches": 4}; docs/formats.md lists the fields.'
+    )
+    recipe: SomeRecipe | None = None
+    (
+        'Plan for this recipe, JSON or a file of it as for run, for example {"weights": "bf16", '
+        '"reduce": "bf16"}; docs/plan.md lists what it may change.'
     )
     why_not: Layouts = ()
     (

@@ -56,7 +56,7 @@ from meshwise.spec.record import Record
 
 class LayerWork(NamedTuple):
     """The work of some layers on one microbatch: seconds (``messages_s`` of them in messages
-    between tp ranks or to experts), bytes saved for the backward, bytes of float32 parameters, and
+    between tp ranks or to experts), bytes saved for the backward, bytes of parameters, and
     bytes of the copies that compute reads."""
 
     forward_s: float = 0.0
@@ -170,7 +170,8 @@ def memory_bytes(
     state = 3 * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
     whole = layout.zero < 2 and layout.num_microbatches > 1  # added up before they are reduced
-    gradients = ranks.least.parameter_bytes / (1 if whole else layout.shards)
+    added = prices.costs.recipe.widening
+    gradients = ranks.least.parameter_bytes * (added if whole else 1 / layout.shards)
     some = schedule.enough(layout.schedule, layout.pp, layout.num_microbatches)
     moments = _moments(layout.schedule, layout.pp, layout.stages_per_rank, some)
     held = max(alive * ranks.least.saved_bytes + reduced * gradients for alive, reduced in moments)
@@ -389,7 +390,8 @@ def _traffic(
     count = min(3, inside.num_microbatches)  # the second stands for all between first and last
     some = unchecked(inside, num_microbatches=count)
     stage = StageKind(model, seq_len, (kind,), True, last, (), some, False)
-    program = program_of(graph_of(stage, prices.costs), some, prices.costs.dtype, idle=True)
+    costs = prices.costs
+    program = program_of(graph_of(stage, costs), some, costs.dtype, idle=True, recipe=costs.recipe)
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
     for _, microbatch, start, stop in program.actions:
         times = inside.num_microbatches - 2 if (microbatch, count) == (1, 3) else 1

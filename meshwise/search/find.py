@@ -171,6 +171,7 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
         cluster=costs.cluster,
         dtype=costs.dtype,
         lowering=costs.lowering,
+        recipe=costs.recipe,
         layout=chosen.layout,
         stages=stages_of(chosen.layout, model),
         prediction=chosen.prediction,
@@ -335,6 +336,7 @@ def _in_best_order(
     """Return the candidate with the fastest order of its sums over tp that fits."""
     layout = best.layout
     apart = layout.zero or layout.ways or layout.data_ranks == 1
+    apart = apart or prices.costs.recipe.weights == "bf16"  # its sums would be in bf16
     orders = ["first"] if apart else ["first", "together"]
     if not any(part.name == SUMS for part in best.prediction.time_parts):
         return best

@@ -19,10 +19,14 @@ import math
 
 from meshwise.models import num_parameters
 from meshwise.prices.datasheet import attainable
-from meshwise.spec import AnyModel, Cluster, Goodput
+from meshwise.spec import DTYPE_BYTES, AnyModel, Cluster, Goodput, Recipe
 
-STATE_BYTES = 12  # of a parameter: itself and two moments
 _LEAST = 1e-9  # of a goodput, so that times over it are numbers
+
+
+def state_bytes(model: AnyModel, recipe: Recipe) -> int:
+    """Return the bytes of all parameters, each with its two moments."""
+    return 3 * DTYPE_BYTES[recipe.weights] * num_parameters(model)
 
 
 def goodput(
@@ -34,6 +38,7 @@ def goodput(
     checkpoint_s: float | None = None,
     bytes_per_s: float | None = None,
     restart_s: float | None = None,
+    recipe: Recipe | None = None,
 ) -> Goodput:
     """Return the goodput of a training, with the best time between checkpoints.
 
@@ -46,7 +51,7 @@ def goodput(
     mean_s = (device_s or usual.device_s) / num_devices
     hosts = -(-num_devices // cluster.num_devices_per_host)
     rate = bytes_per_s or hosts * usual.host_bytes_per_s
-    saved_s = checkpoint_s or STATE_BYTES * num_parameters(model) / rate
+    saved_s = checkpoint_s or state_bytes(model, recipe or Recipe()) / rate
     again_s = restart_s or usual.restart_s
     work = 1 + float(lambertw(-math.exp(-1 - saved_s / mean_s)).real)  # T / M
     whole = work + saved_s / mean_s

@@ -216,11 +216,12 @@ class PartTable:
         each, once = (sent_s, 0.0) if inside.zero >= 2 else (0.0, sent_s)
         gathered = work.copy_bytes if inside.zero == 3 else 0.0
         adds_up = inside.zero < 2 and inside.num_microbatches > 1  # before they are reduced
+        added = self.prices.costs.recipe.widening
         return np.asarray(
             Cost(
                 pace_s=work.both_s + copies_s + each,
                 once_s=spent.optimizer.time_s / shards + once,  # with sums over tp
-                resident=3 * size / shards + size / (1 if adds_up else shards)
+                resident=3 * size / shards + size * (added if adds_up else 1 / shards)
                 + work.copy_bytes - gathered,
                 held=work.saved_bytes,
                 transient=spent.actions["B"][0][1].rise.get(ROLES["activation"], 0.0) + gathered,

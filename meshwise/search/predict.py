@@ -185,7 +185,7 @@ def in_transit(
     tied embedding's second gradient at the end of the step."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     moving = [size for size, (here, there) in zip(sizes, ends, strict=True) if here != there]
-    return max(moving, default=0), _exchanged_bytes(model, layout)
+    return max(moving, default=0), _exchanged_bytes(model, layout, costs)
 
 
 def most_sent(layout: Layout, costs: Costs) -> int:
@@ -235,14 +235,14 @@ def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> i
 
 
 def exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
-    """Return the message between the first and the last stage that carries the float32 gradient of
-    a tied embedding, or None."""
-    size_bytes = _exchanged_bytes(model, layout)
+    """Return the message between the first and the last stage that carries the gradient of a tied
+    embedding, or None."""
+    size_bytes = _exchanged_bytes(model, layout, costs)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     return _between(layout, costs, here, there, size_bytes) if size_bytes else None
 
 
-def _exchanged_bytes(model: AnyModel, layout: Layout) -> int:
+def _exchanged_bytes(model: AnyModel, layout: Layout, costs: Costs) -> int:
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     if here == there or not is_tied(model):
         return 0
@@ -252,7 +252,7 @@ def _exchanged_bytes(model: AnyModel, layout: Layout) -> int:
         view.shards * (view.tp if view.placed.embed == view.placed.head == "vocab" else 1)
         for view in inside
     ]
-    return 4 * _embedding_elements(model) // min(shares)
+    return DTYPE_BYTES[costs.recipe.weights] * _embedding_elements(model) // min(shares)
 
 
 @lru_cache(maxsize=64)

@@ -22,16 +22,15 @@ from meshwise.search.bound import Again, End, again_of, cut_of, layers_of, stage
 from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.simulate import ROLES, WEIGHTS
 from meshwise.search.stage import Layer, StageKind, stage_memory
-from meshwise.spec import DTYPE_BYTES, AnyModel, Cuts, LayerKind, Layout, Workload
+from meshwise.spec import DTYPE_BYTES, AnyModel, Costs, Cuts, LayerKind, Layout, Workload
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
-from meshwise.spec.op import Dtype
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
 State = tuple[int, ...]
 
 
 class Activity(NamedTuple):
-    """Bytes of a stage without data parallelism. ``parameters``: in float32. ``held``,
+    """Bytes of a stage without data parallelism. ``parameters``: as they are kept. ``held``,
     ``held_least``: the most and the least that a microbatch holds from forward to backward;
     ``single``: the same for one layer with the stage's ends. ``action``: the most that an action
     adds. ``backward``: the least that a backward adds. ``second``: the least that its second layer
@@ -75,7 +74,7 @@ def of_stage(
     """Return the bytes that a stage needs at least in 1F1B: at any time, and besides for each
     microbatch in flight. ``word``: what its backward recomputes in all layers."""
     active = _activity(model, seq_len, cut_of(inside), (word, None), False, end, prices)
-    of = _holding(model, inside, end, active, prices.costs.dtype)
+    of = _holding(model, inside, end, active, prices.costs)
     lasting, gradients, *_, held, backward, waits = of
     return lasting + gradients + max(backward, waits - held), held
 
@@ -94,7 +93,7 @@ def _of_ranks(
     most = (most_sent(layout, prices.costs) + 1) * moving
     stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
     some = schedule.enough(layout.schedule, layout.pp, layout.num_microbatches)
-    dtype, found = prices.costs.dtype, []
+    found = []
     for ends, ranks in _alike(layout.schedule, layout.pp, stages):
         states, early = _states(layout.schedule, layout.pp, layout.stages_per_rank, some, ranks)
         of = []
@@ -103,7 +102,7 @@ def _of_ranks(
             most_active = (
                 each[0] if len(each) == 1 else Activity(*map(max, zip(*each, strict=True)))
             )
-            of.append(_holding(model, layout, end, most_active, dtype))
+            of.append(_holding(model, layout, end, most_active, prices.costs))
         lasting, gradients, held, single, action, waits, *least = np.asarray(of).T
         lasts, low = lasting.sum(), 0.0
         during = (states @ np.concatenate([gradients, held, single, action, waits])).max()
@@ -116,7 +115,7 @@ def _of_ranks(
 
 
 def _holding(
-    model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
+    model: AnyModel, layout: Layout, end: End, of: Activity, costs: Costs
 ) -> tuple[float, ...]:
     """Return the bytes of a stage: lasting through the step, gradients, then the terms of the upper
     and of the lower bound. Upper: held per microbatch, held by one layer, added by an action,
@@ -124,35 +123,38 @@ def _holding(
     gradients that wait. FSDP2 gathers one unit ahead of its use."""
     shards = layout.shards if layout.zero else 0
     of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
-    here, gathered, widest, least, root = of_units
+    dtypes = (costs.dtype, costs.recipe.weights, costs.recipe.reduce)
+    computed, kept, reduced = [DTYPE_BYTES[dtype] for dtype in dtypes]
+    here, gathered, widest, least, root = [kept / 4 * size for size in of_units]
     adds_up = layout.zero < 2 and layout.num_microbatches > 1  # before they are reduced
-    wide, narrow = DTYPE_BYTES[dtype] / 4, dtype != "fp32"
+    wide, narrow, sums = computed / kept, costs.dtype != "fp32", reduced / kept
     copied = wide if narrow or layout.num_devices > layout.pp else 0.0
     bare = not narrow and layout.tp * layout.cp * layout.ep == 1  # ``of`` has no copies to reduce
     added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else widest
     unit, rounding = max(widest, root), _ROUNDING * len(end.kinds)
+    sent = unit * (sums + (reduced != kept))  # and what was reduced in another dtype
     waits = adds_up * wide * of.parameters
     even = len(set(end.kinds)) == 1  # all layers hold as much, and as many gradients wait
     backward = of.backward
     if layout.zero == 3 and layout.expert_ranks == 1:  # gathered, being gathered, reduced
         ahead, count = copied * least, len(end.kinds)
         first, second = 1 + (count > 1 and not end.last), 1 + (count > 2)
-        backward = max(backward + first * ahead, of.second + least + second * ahead)
+        backward = max(backward + first * ahead, of.second + sums * least + second * ahead)
     return (
         # the root's copies stay until the backward
         3 * here + copied * (gathered if layout.zero < 3 else root) + rounding,
-        (of.parameters if adds_up else here) + rounding,
+        (sums * of.parameters if adds_up else here) + rounding,
         of.held,
         of.single,
         of.action
         + copied * (added + (unit if layout.zero else 0))
-        + unit  # the previous unit's reduced gradients
+        + sent  # the previous unit's reduced gradients
         + bare * unit
         + (0.0 if even else waits),
         waits if even else 0.0,
         of.held_least,
         backward,
-        waits if narrow and layout.expert_ranks == 1 else 0.0,
+        waits if computed != reduced and layout.expert_ranks == 1 else 0.0,
     )
 
 

@@ -10,9 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwise.models import num_parameters
 from meshwise.search.find import NoLayout, find
-from meshwise.search.goodput import STATE_BYTES, goodput
+from meshwise.search.goodput import goodput, state_bytes
 from meshwise.search.space import divisors
 from meshwise.spec import AnyModel, Cluster, Costs, DeviceCount, Plan, Workload
 from meshwise.units import format_bytes, format_count, format_seconds
@@ -85,7 +84,7 @@ def _tried(
     how: dict[str, Any],
 ) -> Iterator[Tried]:
     """Yield the best plan of each count, or None, and what was found."""
-    states = STATE_BYTES * num_parameters(model)
+    states, recipe = state_bytes(model, costs.recipe), costs.recipe
     every = counts(costs.cluster)
     for at, count in enumerate(every, 1):
         if states > count * costs.cluster.usable_bytes:
@@ -100,7 +99,9 @@ def _tried(
             continue
         told = plan.prediction
         assert told is not None
-        lost = None if failures is None else goodput(model, costs.cluster, count, **failures)
+        lost = None
+        if failures is not None:
+            lost = goodput(model, costs.cluster, count, recipe=recipe, **failures)
         yield (
             plan,
             DeviceCount(

@@ -238,6 +238,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
             split=kind.split,
             times=dict.fromkeys(several, 1),
             device=device_of(prices.costs.cluster, prices.costs.lowering),
+            recipe=prices.costs.recipe,
         )
         if not known:
             spans = [(span.start, span.stop) for span in program.actions]

@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Block, Dtype, Lowering, Overlap, Regime, Shaped, Sized
+from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 NOISY = 0.5  # median held-out error of what is too noisy to plan with
@@ -195,16 +196,22 @@ class Spread(Record, kw_only=True):
     passing: NonNegativeFloat
 
 
+# fields of a recipe that change a step, and that no prediction knows
+UNPRICED = ("optimizer", "attention", "prefetch", "fp8", "offload", "async_tp")
+NO_PRICE = "plans do not price it yet; meshwise run --model ... --recipe runs it without a price"
+
+
 class Costs(Record, kw_only=True):
     """Everything that ``plan`` needs to know about a cluster's speed.
 
-    Prices may be of any dtype and lowering. ``dtype`` and ``lowering``: the defaults of plans.
+    Prices may be of any dtype and lowering. ``dtype``, ``lowering`` and ``recipe``: those of plans.
     """
 
     schema_version: Positive = SCHEMA_VERSION
     cluster: Cluster
     dtype: Dtype
     lowering: Lowering
+    recipe: Recipe = Recipe()
     world_size: Positive = 1  # ranks that worked at once during the measurement
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]
@@ -214,3 +221,15 @@ class Costs(Record, kw_only=True):
     memory_overhead_bytes: NonNegative = 0  # seen by the device but not by the allocator
     runs: tuple[str, ...]
     versions: dict[str, str] = {}  # of device, torch, nccl and driver when it was measured
+
+    def check(self) -> None:
+        recipe, usual = self.recipe, Recipe()
+        odd = [name for name in UNPRICED if getattr(recipe, name) != getattr(usual, name)]
+        odd += ["routing"] * (recipe.routing == "skewed")
+        odd += ["fp32_precision"] * (self.dtype == "fp32" and recipe.fp32_precision == "tf32")
+        if odd:
+            said = ", ".join(f"recipe.{name} = {getattr(recipe, name)}" for name in odd)
+            raise ValueError(f"{said}: {NO_PRICE}")
+        for name in ("weights", "reduce") if self.dtype != "bf16" else ():
+            if getattr(recipe, name) == "bf16":
+                raise ValueError(f"recipe.{name} = bf16: it is for plans of dtype bf16; use fp32")

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from meshwise.spec.op import DTYPE_BYTES
 from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Record
 
 Optimizer = Literal["adamw", "adafactor", "sgd"]
@@ -36,3 +37,8 @@ class Recipe(Record, kw_only=True):
     offload: bool = False
     async_tp: bool = False
     fp32_precision: Precision = "ieee"
+
+    @property
+    def widening(self) -> float:
+        """Bytes of a gradient that is added up for its reduction over those of its weight."""
+        return DTYPE_BYTES[self.reduce] / DTYPE_BYTES[self.weights]

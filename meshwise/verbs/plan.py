@@ -25,6 +25,7 @@ from meshwise.spec import (
     Layout,
     Model,
     Plan,
+    Recipe,
     WideResNet,
     Workload,
 )
@@ -50,6 +51,9 @@ def plan(asked: PlanOptions) -> Plan:
     model, measured_only = asked.model, asked.measured_only
     chosen = None if model is None else catalogue.find_any(model)
     prices = _prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
+    if asked.recipe is not None:
+        recipe = files.record(asked.recipe, Recipe)
+        prices = msgspec.structs.replace(prices, recipe=recipe)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
@@ -128,7 +132,8 @@ def _answered(
 
     failures, lost = asked.failures, None
     if failures is not None:
-        lost = search.goodput(plan.model, plan.cluster, plan.layout.num_devices, **failures)
+        size = plan.layout.num_devices
+        lost = search.goodput(plan.model, plan.cluster, size, recipe=plan.recipe, **failures)
     share, known = lost.share if lost else 1.0, Prices(prices, datasheet=not asked.measured_only)
     varying = [search.by_length(plan, known, lengths)] if lengths else []
     varying += [search.by_load(plan, known)] if asked.expert_load == "p95" else []

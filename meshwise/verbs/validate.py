@@ -18,15 +18,12 @@ from meshwise.pages.steps import MeasuredQuantity
 from meshwise.pages.validation import CheckedRun, CheckedSamples, NotChecked, Validation
 from meshwise.prices import Prices, on_hosts
 from meshwise.prices.key import how, op_key
-from meshwise.spec import Block, Cluster, Costs, Plan, Recipe, RunInfo, Sample, Shaped, Sized
+from meshwise.spec import Block, Cluster, Costs, Plan, RunInfo, Sample, Shaped, Sized
 from meshwise.spec.label import label
 from meshwise.spec.run import changes
 from meshwise.verbs import files, price
 
 log = logging.getLogger("meshwise")
-
-# fields of a recipe that change a step, and that no prediction knows
-UNPRICED = ("optimizer", "weights", "reduce", "attention", "fp8", "offload", "async_tp")
 
 
 class _Stored(NamedTuple):
@@ -166,17 +163,12 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
         raise ValueError(f"no step was measured: {found.reason}")
     if found.mode != "train":
         raise ValueError(f"{found.mode}: only training is predicted")
-    odd = [name for name in UNPRICED if getattr(plan.recipe, name) != getattr(Recipe(), name)]
-    odd += ["routing"] * (plan.recipe.routing == "skewed")
-    odd += ["fp32_precision"] * (plan.dtype == "fp32" and plan.recipe.fp32_precision == "tf32")
-    if odd:
-        said = ", ".join(f"{name} = {getattr(plan.recipe, name)}" for name in odd)
-        raise ValueError(f"its recipe is not priced: {said}")
     costs, own = pool.costs(one)
     cluster, hosts = costs.cluster, plan.cluster.num_hosts
     if hosts != cluster.num_hosts:
         cluster = on_hosts(cluster, hosts, plan.cluster)
-    prices = pool.prices(costs, cluster=cluster, dtype=plan.dtype, lowering=plan.lowering)
+    of = {"dtype": plan.dtype, "lowering": plan.lowering, "recipe": plan.recipe}
+    prices = pool.prices(costs, cluster=cluster, **of)
     told = search.predict(plan.model, plan.workload, plan.layout, prices)
     info = msgspec.structs.replace(one.info, plan=msgspec.structs.replace(plan, prediction=told))
     found = steps.result(info, one.samples)

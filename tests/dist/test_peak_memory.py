@@ -114,16 +114,16 @@ def drawn(model, count, seed):
     return found
 
 
-def errors(gloo_ranks, plan_of, name, dtype, layouts):
+def errors(gloo_ranks, plan_of, name, dtype, layouts, **recipe):
     """(layout, predicted / measured - 1) of each."""
     model = FAMILIES.get(name, IMAGES)
     workload = replace(WORKLOAD, seq_len=1) if model is IMAGES else WORKLOAD
     plan = plan_of(model, workload, layouts[0], dtype=dtype)
-    plan = replace(plan, recipe=Recipe(routing="balanced"))
+    plan = replace(plan, recipe=Recipe(routing="balanced", **recipe))
     given = {"plan": plan, "layouts": layouts}
     given = {key: msgspec.json.encode(value).decode() for key, value in given.items()}
     replies = gloo_ranks(4, measured, **given)
-    prices, found = Prices(costs_in(dtype)), []
+    prices, found = Prices(replace(costs_in(dtype), recipe=plan.recipe)), []
     for layout, *peaks in zip(layouts, *replies, strict=True):
         predicted = memory_of(model, workload, layout, prices)[1].total_bytes
         found.append((f"{name} {dtype} {layout.name}", predicted / max(peaks) - 1))
@@ -189,6 +189,30 @@ def test_peaks_where_ranks_share_sequences(gloo_ranks, plan_of, name, dtype):
     for layout, error in found:
         print(f"{100 * error:6.2f} %  {layout}")
     assert max(abs(error) for _, error in found) <= 0.06, found
+
+
+@pytest.mark.parametrize(
+    ("weights", "reduce"),
+    [
+        ("bf16", "bf16"),
+        *[
+            pytest.param(*each, marks=pytest.mark.whole)
+            for each in (("bf16", "fp32"), ("fp32", "bf16"))
+        ],
+    ],
+)
+def test_peaks_with_weights_and_reductions_in_bf16(gloo_ranks, plan_of, weights, reduce):
+    layouts = [
+        Layout(dp=4, zero=3, microbatch_size=2),
+        Layout(dp=4, zero=2, microbatch_size=1, num_microbatches=2),
+        Layout(dp=4, microbatch_size=1, num_microbatches=2),
+        Layout(dp=2, tp=2, zero=1, microbatch_size=1, num_microbatches=4),
+        Layout(pp=2, dp=2, zero=1, schedule="1f1b", microbatch_size=1, num_microbatches=4),
+    ]
+    dtypes = {"weights": weights, "reduce": reduce}
+    found = errors(gloo_ranks, plan_of, "llama", "bf16", layouts, **dtypes)
+    assert max(abs(error) for _, error in found) <= 0.06, found
+    assert mean([abs(error) for _, error in found]) <= 0.025, found
 
 
 BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq")

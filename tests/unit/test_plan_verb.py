@@ -14,7 +14,19 @@ from meshwise.models import catalogue, graph, program_of
 from meshwise.models.families.experts import arriving
 from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
-from meshwise.spec import Candidate, Cluster, Collective, Costs, Curve, Cuts, Layout, Plan, Workload
+from meshwise.spec import (
+    Candidate,
+    Cluster,
+    Collective,
+    Costs,
+    Curve,
+    Cuts,
+    LayerKind,
+    Layout,
+    Plan,
+    Recipe,
+    Workload,
+)
 from meshwise.spec import plan as spec_plan
 from meshwise.spec.costs import HeldOut, Law
 from meshwise.spec.layout import Way
@@ -417,3 +429,94 @@ def test_small_layers_wait_for_fsdp_on_the_host():
 
     for zero, launches_s in ((0, 1.8e-3), (2, 3.0e-3), (3, 4.2e-3)):
         assert step_s(zero=zero) == pytest.approx(24 * 8 * launches_s, rel=0.2)
+
+
+BF16 = '{"weights": "bf16", "reduce": "bf16", "learning_rate": 0.001}'
+
+
+def test_a_recipe_is_planned_for_and_travels():
+    """All state, 12 bytes of a parameter in fp32, is 6 in bf16, and gradients are sent sooner."""
+    layout = Layout(dp=8, zero=3, microbatch_size=4)
+    of = {"cluster": "h100-hgx", "layout": layout, "global_batch_size": 32, "seq_len": 256}
+    usual, narrow = meshwise.plan("gpt-125m", **of), meshwise.plan("gpt-125m", recipe=BF16, **of)
+    assert usual.recipe == Recipe()
+    assert narrow.recipe == Recipe(weights="bf16", reduce="bf16", learning_rate=0.001)
+    before, after = [
+        {part.name: part.value for part in plan.prediction.memory_parts} for plan in (usual, narrow)
+    ]
+    for name in ("parameters", "optimizer state"):
+        assert after[name] == before[name] / 2, name
+    assert narrow.prediction.step_time_s < usual.prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("weights", "reduce"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")]
+)
+def test_what_data_parallelism_sends_has_the_recipes_dtype(weights, reduce):
+    layer = graph(catalogue.find("gpt-125m"), 1, 64, "bf16", layers=(LayerKind(),))
+    layout, recipe = Layout(dp=8, zero=3), Recipe(weights=weights, reduce=reduce)
+    usual, program = (
+        program_of(layer, layout, "bf16"),
+        program_of(layer, layout, "bf16", recipe=recipe),
+    )
+    sent = {task.name: task.op for task in program.tasks if isinstance(task.op, Collective)}
+    for op in (task for task in usual.tasks if isinstance(task.op, Collective)):
+        narrower = 2 if reduce == "bf16" and op.op.kind == "reduce_scatter" else 1
+        assert sent[op.name].size_bytes == op.op.size_bytes / narrower
+    assert {op.dtype for op in sent.values() if op.kind == "reduce_scatter"} == {reduce}
+    moved, state = [
+        next(task.op.bytes for task in each.tasks if task.name == "adamw")
+        for each in (program, usual)
+    ]
+    assert moved == state / (2 if weights == "bf16" else 1)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_a_search_keeps_to_the_recipe(reduce):
+    """What it found is priced with the recipe, as each layout alone is, and by why-not."""
+    cluster = files.take("h100-hgx", Cluster)
+    device = msgspec.structs.replace(cluster.device, memory_bytes=6 * 10**9)
+    costs = unmeasured(msgspec.structs.replace(cluster, device=device))
+    costs = msgspec.structs.replace(costs, recipe=Recipe(weights="bf16", reduce=reduce))
+    model, workload = catalogue.find("gpt-1.3b"), Workload(global_batch_size=32, seq_len=256)
+    plan = search.find(model, workload, costs, num_devices=8, top=3)
+    assert plan.recipe == costs.recipe
+    for each in (plan, *plan.runners_up):
+        assert each.prediction == search.predict(
+            model, workload, each.layout, Prices(costs, datasheet=True)
+        )
+        assert each.prediction.peak_memory_bytes <= costs.cluster.usable_bytes
+        assert each.prediction.step_time_s >= plan.prediction.step_time_s
+    (other,) = plan.runners_up[:1]
+    told = search.why_not(plan, costs, other.layout)
+    assert told.step_time_s == other.prediction.step_time_s and not told.misfit
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ('{"fp8": true}', "recipe.fp8 = True: plans do not price it yet; meshwise run --model"),
+        ('{"offload": true}', "recipe.offload = True: plans do not"),
+        (
+            '{"optimizer": "sgd", "fp8": true}',
+            "recipe.optimizer = sgd, recipe.fp8 = True: plans do",
+        ),
+        ('{"prefetch": 2}', "recipe.prefetch = 2: plans do not"),
+        ('{"routing": "skewed"}', "recipe.routing = skewed: plans do not"),
+        ('{"weights": "int8"}', "weights = 'int8'"),
+    ],
+)
+def test_what_no_plan_prices_is_refused_by_name(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        meshwise.plan("gpt-125m", cluster="h100-hgx", recipe=recipe, **SMALL)
+
+
+def test_masters_of_bf16_are_refused_for_other_dtypes():
+    with pytest.raises(ValueError, match=r"recipe\.weights = bf16: it is for plans of dtype"):
+        meshwise.plan("gpt-125m", cluster="p3.16xlarge", recipe=BF16, **SMALL)
+
+
+def test_the_fewest_devices_hold_the_recipes_state():
+    of = {"cluster": "h100-hgx", "hosts": 1, "fewest": True, **SMALL}
+    usual, narrow = meshwise.plan("gpt-6.7b", **of), meshwise.plan("gpt-6.7b", recipe=BF16, **of)
+    assert narrow.layout.num_devices < usual.layout.num_devices

@@ -27,6 +27,7 @@ from meshwise.spec import (
     Cluster,
     Collective,
     Convolution,
+    Costs,
     Curve,
     Cuts,
     Decoder,
@@ -152,6 +153,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)
     },
     Prediction: lambda f: {"stage_times": ()},  # one for each stage, and others draw those
+    Costs: lambda f: {
+        "recipe": Recipe(
+            learning_rate=f["recipe"].learning_rate,
+            weights=f["recipe"].weights if f["dtype"] == "bf16" else "fp32",
+        )
+    },
     Plan: lambda f: {
         "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
         "workload": Workload(global_batch_size=24, seq_len=128),

@@ -93,7 +93,7 @@ def test_what_cannot_be_predicted_is_named_with_the_reason(plan, tmp_path):
     found = meshwise.validate("runs")
     assert [one.run_id[16:] for one in found.runs] == ["run-good"]
     why = {Path(one.path).name.split("-")[-1]: one.reason for one in found.not_checked}
-    assert why["sgd"] == "its recipe is not priced: optimizer = sgd"
+    assert why["sgd"].startswith("recipe.optimizer = sgd: plans do not price it yet")
     assert why["died"].startswith("no step was measured")
     assert why["far"].startswith("no prices for two-cpus (20250101-gone is not here); name some")
     assert "schema_version" in why["old"] and "truncated or damaged" in why["torn"]
