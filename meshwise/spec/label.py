@@ -108,7 +108,8 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
     degrees = [f" {name}{of}" for name in ("cp", "tp", "ep") if (of := getattr(op, name)) > 1]
     parallel = "".join(degrees) + ("+sp" if op.sequence_parallel else "")
     part = " ".join(filter(None, (op.part, op.form)))
-    return f"{part} {family} mb{op.microbatch_size}{parallel} {op.direction}"
+    again = f" recompute {op.recompute}" if op.recompute != "none" else ""
+    return f"{part} {family} mb{op.microbatch_size}{parallel} {op.direction}{again}"
 
 
 def _of_long_attention(op: LongAttention) -> str:

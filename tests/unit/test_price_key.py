@@ -32,6 +32,7 @@ from meshwise.spec import (
     Tier,
     WideResNet,
 )
+from meshwise.spec.label import label
 from tests import sample_records as known
 
 DEVICE = Device(
@@ -168,6 +169,7 @@ def test_recomputation_is_a_category_and_none_keeps_old_ids():
     ids = [Case(op=op).id for op in (block, full, selective)]
     assert len({*ids}) == 3 and ids[0] == "dffe0c7c7d9b"  # its id before there was the field
     assert op_key(block, How(), HOSTS).name + " recompute full" == op_key(full, How(), HOSTS).name
+    assert label(Case(op=full)) == label(Case(op=block)) + " recompute full"
     with pytest.raises(ValueError, match=r"Block\.recompute = 'full': only"):
         msgspec.structs.replace(full, direction="forward")
 
