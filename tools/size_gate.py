@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_265,
     "pages": 6_459,
     "parallel": 3_196,
-    "prices": 1_637,
+    "prices": 1_647,
     "probe": 7_057,
     "reshard": 5_094,
     "search": 5_182,
