@@ -6,8 +6,9 @@
     collective            launch + min over protocols of base + steps * hop + bytes / (share * rate)
 
 Peaks and rates are the cluster's. Shares, launches and hops come from ``data/attainable.toml``,
-which names a source for each. Attention's FLOPs are those that its tiles spend; its backward takes
-the sum of both (``waves``).
+which names a source for each. An H100's or H200's attention costs what its tiles
+spend, and its backward the sum of both (``waves``). Elsewhere attention over n tokens reaches
+n / (n + half_len) of its share, and sqrt(head_dim / 128) of that if heads are narrower than 128.
 
 Collectives are rings; all-reduces between hosts may be trees. With n ranks, r of them on each of k
 hosts, a ring takes n - 1 steps, k - 1 of them through the network. An all-reduce takes twice as
@@ -26,7 +27,7 @@ from functools import cache, cached_property
 import msgspec
 
 from meshwise import files, store
-from meshwise.prices.waves import work_s
+from meshwise.prices.waves import HOPPER, WIDE, work_s
 from meshwise.spec import (
     Attention,
     Block,
@@ -50,9 +51,12 @@ _FILE = "attainable.toml"
 
 class PeakShare(Record, kw_only=True):
     """The share of a peak that work reaches. ``devices``: shares of devices by name; others reach
-    ``share``. ``error`` is relative."""
+    ``share``. Attention of n tokens reaches n / (n + ``half_len``) of it; where its tiles are known
+    (``waves``), it is ``tiles`` of the FLOPs that these spend. ``error`` is relative."""
 
     share: PositiveFloat
+    half_len: NonNegativeFloat = 0.0
+    tiles: PositiveFloat | None = None
     devices: dict[str, PositiveFloat] = {}
     error: NonNegativeFloat
     source: str
@@ -247,10 +251,15 @@ class Datasheet:
         peak = self.cluster.device.peak_flops.get(op.dtype)
         if peak is None:
             raise ValueError(self._lacks(f"device.peak_flops of {op.dtype}"))
-        rate = peak * share.on(self.cluster.device.name)
-        time_s = max(op.flops / rate, op.bytes / self._memory)
+        name, reached = self.cluster.device.name, 1.0
         if isinstance(op, Attention):
-            time_s = work_s(op, rate, self._memory)
+            if share.tiles and name.startswith(HOPPER):
+                time_s = work_s(op, peak * share.tiles, self._memory)
+                return self.known.launch.time_s + time_s, share.error
+            reached = op.q_len / (op.q_len + share.half_len)
+            reached *= math.sqrt(min(op.head_dim, WIDE) / WIDE)
+        rate = peak * share.on(name) * reached
+        time_s = max(op.flops / rate, op.bytes / self._memory)
         return self.known.launch.time_s + time_s, share.error
 
     @cached_property

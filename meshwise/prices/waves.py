@@ -15,6 +15,7 @@ from functools import lru_cache
 from meshwise.spec import Attention, Gemm, Shaped
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+HOPPER = ("NVIDIA H100", "NVIDIA H200")  # devices with so many
 TILE = 128
 WIDE = 128  # columns of a head that needs no padding
 SOFTMAX: dict[str, int] = {"forward": 120, "backward": 80}  # columns
