@@ -112,6 +112,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "order": "contiguous" if f["dilation"] else f["order"],
     },
     Block: lambda f: {
+        "recompute": "none",
         "seq_len": f["seq_len"] * f["cp"],
         **(
             {"part": "layer", "form": "0.first"}
