@@ -6,9 +6,10 @@
     collective            launch + min over protocols of base + steps * hop + bytes / (share * rate)
 
 Peaks and rates are the cluster's. Shares, launches and hops come from ``data/attainable.toml``,
-which names a source for each. An H100's or H200's attention costs what its tiles
-spend, and its backward the sum of both (``waves``). Elsewhere attention over n tokens reaches
-n / (n + half_len) of its share, and sqrt(head_dim / 128) of that if heads are narrower than 128.
+which names a source for each. On H100 and H200 the FLOPs of attention are those that its tiles
+spend, and its backward takes the sum of both terms (``waves``). On other devices attention over n
+tokens reaches n / (n + half_len) of its share, and sqrt(head_dim / 128) of that if heads are
+narrower than 128.
 
 Collectives are rings; all-reduces between hosts may be trees. With n ranks, r of them on each of k
 hosts, a ring takes n - 1 steps, k - 1 of them through the network. An all-reduce takes twice as
@@ -252,15 +253,14 @@ class Datasheet:
         if peak is None:
             raise ValueError(self._lacks(f"device.peak_flops of {op.dtype}"))
         name, reached = self.cluster.device.name, 1.0
+        if share.tiles and name.startswith(HOPPER):
+            time_s = work_s(op, peak * share.tiles, self._memory)
+            return self.known.launch.time_s + time_s, share.error
         if isinstance(op, Attention):
-            if share.tiles and name.startswith(HOPPER):
-                time_s = work_s(op, peak * share.tiles, self._memory)
-                return self.known.launch.time_s + time_s, share.error
             reached = op.q_len / (op.q_len + share.half_len)
             reached *= math.sqrt(min(op.head_dim, WIDE) / WIDE)
         rate = peak * share.on(name) * reached
-        time_s = max(op.flops / rate, op.bytes / self._memory)
-        return self.known.launch.time_s + time_s, share.error
+        return self.known.launch.time_s + max(op.flops / rate, op.bytes / self._memory), share.error
 
     @cached_property
     def _memory(self) -> float:
