@@ -32,9 +32,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name in names:
             item.add_marker(pytest.mark.whole)
             names.remove(name)
-    everything = config.args_source is config.ArgsSource.TESTPATHS
-    if names and everything:
-        raise pytest.UsageError(f"tests/whole.txt: {min(names)} is no test; leave it out")
+    if any("::" in arg for arg in config.args):
+        return  # a part of a file
+    files = {item.path.name for item in items}
+    for name in sorted(names):
+        if name.partition("::")[0] in files:
+            items.append(NoTest.from_parent(items[0].session, name=name))
+
+
+class NoTest(pytest.Item):
+    """A name of tests/whole.txt that is no test: it fails, so that every runner shows it."""
+
+    def runtest(self) -> None:
+        pytest.fail(f"tests/whole.txt: {self.name} is no test; leave it out", pytrace=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -374,15 +374,16 @@ def test_the_bound_of_a_pipeline_is_near(zero, stages):
     assert least_s <= step_s < 1.05 * least_s
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [("fp32", Recipe()), ("bf16", Recipe()), *(("bf16", recipe) for recipe in NARROW)],
+    ids=["fp32", "bf16", *(f"bf16 {recipe.weights} {recipe.reduce}" for recipe in NARROW)],
+)
 @pytest.mark.parametrize("lowering", ["eager", "compiled"])
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("recipe", [Recipe(), *NARROW], ids=lambda of: f"{of.weights}-{of.reduce}")
 def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe):
     """Of random models whose layers, vocab or activations outweigh the rest."""
     chance = random.Random(20)
-    if dtype == "fp32" and recipe != Recipe():
-        pytest.skip("weights and gradients of fp32 stay so")
     there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering, recipe=recipe)
     prices = Prices(there)
     for _ in range(4 if experts else 8):
