@@ -10,13 +10,13 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_351,
+    "cli": 1_400,
     "engine": 3_224,
     "fit": 1_339,
-    "launch": 682,
+    "launch": 1_026,
     "models": 4_800,
     "nn": 1_362,
-    "options": 1_265,
+    "options": 1_329,
     "pages": 6_459,
     "parallel": 3_196,
     "prices": 1_647,
