@@ -16,6 +16,7 @@ import cyclopts
 
 import meshwise
 from meshwise import signals
+from meshwise.cli import place
 from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 from meshwise.launcher import Job
@@ -57,9 +58,9 @@ def _app() -> cyclopts.App:
         result_action="return_value",
     )
     app.register_install_completion_command(help="Install completion for your shell.")
-    for place, (verb, says) in enumerate(_VERBS.items()):
+    for number, (verb, says) in enumerate(_VERBS.items()):
         module = verb if verb in _MODULES else "verbs"
-        app.command(f"meshwise.cli.{module}:{verb}", name=verb, help=says, sort_key=place)
+        app.command(f"meshwise.cli.{module}:{verb}", name=verb, help=says, sort_key=number)
     return app
 
 
@@ -109,8 +110,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _done(arguments: list[str] | None) -> tuple[int, str]:
     """Run one verb; return the exit code and a message. A user's mistake gives a message and no
     traceback."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _app()(arguments) or DONE, ""
+        return (place.start(words) if place.named_in(words) else _app()(arguments)) or DONE, ""
     except cyclopts.CycloptsError as error:
         return BAD_INPUT, _in_words(error)
     except KeyboardInterrupt as stop:
@@ -130,7 +132,7 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
     except (ValueError, OSError) as error:
         from meshwise.cli.flags import as_typed
 
-        return BAD_INPUT, as_typed(str(error), sys.argv[1:] if arguments is None else arguments)
+        return BAD_INPUT, as_typed(str(error), words)
 
 
 def _in_words(error: cyclopts.CycloptsError) -> str:

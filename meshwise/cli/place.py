@@ -1,0 +1,47 @@
+"""``meshwise --launcher NAME ... VERB ...``: a command that runs on a part of a cluster."""
+
+import importlib
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+from meshwise.cli.options import PLAIN, flags
+from meshwise.options.place import Place
+
+FLAG, HERE = "--launcher", Place()
+
+
+def named_in(words: list[str]) -> bool:
+    """Return whether a command line says who starts its ranks."""
+    return any(word.partition("=")[0] == FLAG for word in words)
+
+
+def start(words: list[str]) -> int:
+    """Split the command line into place and command, and start it there."""
+    app = cyclopts.App(
+        name="meshwise",
+        help=start_here.__doc__,
+        help_format="plaintext",
+        default_parameter=PLAIN,
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    app.default(start_here)
+    return int(app(words) or 0)
+
+
+def start_here(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    place: Annotated[Place, flags(Place)] = HERE,
+) -> int:
+    """Run detect, measure, run or refit on a part of a cluster: the command as it is on one
+    machine, with --launcher and the options below anywhere in it."""
+    from meshwise.launch.errand import Errand
+
+    is_dry = "--dry-run" in command or place.launcher == "kubernetes"
+    errand = Errand(tuple(word for word in command if word != "--dry-run"), is_dry)
+    engine = importlib.import_module(f"meshwise.launch.{place.launcher}")
+    return int(engine.start(errand, place))

@@ -1,0 +1,67 @@
+"""A command that runs elsewhere, and where its script and logs are."""
+
+import datetime
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.options.place import Place
+
+VERBS = ("detect", "measure", "run", "refit")
+
+
+@dataclass(frozen=True)
+class Errand:
+    """The words of a command after ``meshwise``, without those that say where it runs. Every rank
+    carries them out, and joins the others as it does under torchrun. ``is_dry``: only print what
+    would be submitted."""
+
+    words: tuple[str, ...]
+    is_dry: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verb not in VERBS:
+            raise ValueError(
+                f"{self.verb or 'no verb'}: needs no ranks; leave --launcher out, or give one of "
+                f"{', '.join(VERBS)}"
+            )
+
+    @property
+    def verb(self) -> str:
+        return next((word for word in self.words[:1] if not word.startswith("-")), "")
+
+    def value(self, flag: str) -> str | None:
+        """Return what follows ``--flag`` in the command, or None."""
+        for word, after in zip(self.words, (*self.words[1:], None), strict=True):
+            if word == f"--{flag}":
+                return after
+            if word.startswith(f"--{flag}="):
+                return word.partition("=")[2]
+        return None
+
+    def program(self, place: Place) -> list[str]:
+        """Return the command line of one rank."""
+        python = place.python or ("python3" if image(place) else sys.executable)
+        return [python, "-m", "meshwise", *self.words]
+
+    @property
+    def going_on(self) -> list[str]:
+        """Return the words to add when the command starts again after it was ended early."""
+        if self.verb == "run" and (folder := self.value("save")):
+            return ["--resume-from", folder]
+        return ["--resume"] if self.verb == "measure" and "--resume" not in self.words else []
+
+    def folder(self, place: Place) -> Path:
+        """Return the absolute path of the folder of the script and the logs."""
+        runs = self.value("runs") or os.environ.get("OUTPUT_DIR") or "runs"
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = place.run_id or os.environ.get("RUN_ID") or f"{self.verb}-{now}"
+        if Path(name).name != name:
+            raise ValueError(f"run_id = {name!r}: is the name of a folder, without / or ..")
+        return Path(runs).absolute() / "jobs" / name
+
+
+def image(place: Place) -> str | None:
+    """Return the container image, of the option or of CONTAINER_IMAGE."""
+    return place.container_image or os.environ.get("CONTAINER_IMAGE") or None

@@ -1,0 +1,140 @@
+"""The batch script of a command: what sbatch gets, and what runs in an allocation there is.
+
+Text of the user's reaches the shell quoted, and sbatch's own lines quoted by its rules; a control
+character is refused.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwise.launch.errand import Errand, image
+from meshwise.options.place import Place
+from meshwise.text import plain
+from meshwise.units import parse_seconds
+
+NOTICE_S = 120  # between Slurm's signal and the time limit
+
+_BODY = """\
+set -euo pipefail
+cd -- {here}
+
+# Ranks meet at the first host, at the address by which Slurm reaches it.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR="${{address:-$first}}"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${{SLURM_RESTART_COUNT:-0}}, ranks meet at \
+$MASTER_ADDR" >&2
+
+program=({program})
+{changes}
+# Ranks that get SIGTERM keep what they have. Before the time limit Slurm sends USR1: start again.
+again=0
+trap 'kill -TERM "$step"' TERM INT
+trap 'again=1; kill -TERM "$step"' USR1
+srun {options} ${{SLURM_STEP_ID:+--overlap}} {inside}"${{program[@]}}" &
+step=$!
+code=0
+while kill -0 "$step" 2>/dev/null; do
+    code=0
+    wait "$step" || code=$?
+done
+if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+def script(errand: Errand, place: Place, folder: Path) -> str:
+    """Return the script. Its logs are JOB.out (results) and JOB.err (the rest) in ``folder``."""
+    head = [f"#SBATCH {line}" for line in _head(errand, place, folder)]
+    said = plain(shlex.join(["meshwise", *errand.words]))
+    return "\n".join(["#!/bin/bash", f"# {said}", *head, "", body(errand, place)])
+
+
+def body(errand: Errand, place: Place) -> str:
+    """Return what a job does: a step of all ranks, ended and started again as Slurm tells."""
+    changes = [f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ]; then program+=({going_on}); fi"
+               for going_on in filter(None, [shlex.join(errand.going_on)])]  # fmt: skip
+    if place.array is not None:
+        flag, values = swept(place.array)
+        changes += [
+            f"values=({shlex.join(values)})",
+            f'program+=({shlex.quote("--" + flag)} "${{values[$SLURM_ARRAY_TASK_ID]}}")',
+        ]
+    options, inside = _container(place)
+    step = [f"--nodes={place.nodes}", f"--ntasks-per-node={place.ranks_per_node}"]
+    # each rank sees all GPUs of its host, as CUDA IPC between ranks needs
+    step += ["--gpu-bind=none"] * (place.gpus_per_node > 0) + ["--kill-on-bad-exit=1"]
+    return _BODY.format(
+        here=shlex.quote(os.getcwd()),
+        program=shlex.join(errand.program(place)),
+        changes="".join(f"{line}\n" for line in changes),
+        options=shlex.join([*step, *options]),
+        inside=f"{shlex.join(inside)} " if inside else "",
+    )
+
+
+def swept(array: str) -> tuple[str, list[str]]:
+    """Return the flag and the values of ``seq-len=1024,2048``."""
+    flag, _, values = array.partition("=")
+    found = [value.strip() for value in values.split(",")]
+    if not flag or not all(found):
+        raise ValueError(f"array = {array!r}: write FLAG=VALUE,VALUE as in seq-len=1024,2048")
+    return flag.lstrip("-").replace("_", "-"), found
+
+
+def _head(errand: Errand, place: Place, folder: Path) -> Iterator[str]:
+    """Yield the options of sbatch."""
+    log = str(folder / ("%A_%a" if place.array else "%j")).replace("%%", "%")
+    limit = None if place.time is None else parse_seconds(str(place.time), "time")
+    given = {
+        "job-name": f"meshwise-{errand.verb}",
+        "nodes": place.nodes,
+        "ntasks-per-node": place.ranks_per_node,
+        "gpus-per-node": place.gpus_per_node or None,
+        "partition": place.partition,
+        "account": place.account,
+        "constraint": place.constraint,
+        "time": None if limit is None else max(1, -(-int(limit) // 60)),
+        "array": None if place.array is None else f"0-{len(swept(place.array)[1]) - 1}",
+        "output": f"{log}.out",
+        "error": f"{log}.err",
+        "open-mode": "append",
+        "signal": f"B:USR1@{NOTICE_S}",
+    }
+    for name, value in given.items():
+        if value is not None:
+            yield f"--{name}={quoted(name, str(value))}"
+    yield "--requeue"
+    for line in place.sbatch:
+        if not line.startswith("-"):
+            raise ValueError(f"sbatch = {line!r}: must be an option of sbatch, as --qos=high")
+        name, equals, value = line.partition("=")
+        yield f"{quoted('sbatch', name)}{equals}{quoted('sbatch', value) if equals else ''}"
+
+
+def quoted(name: str, text: str) -> str:
+    """Quote a value for a line of #SBATCH, where # begins a comment and a line has no continuation."""
+    if text != plain(text):
+        raise ValueError(f"{name} = {text!r}: a control character is in it; leave it out")
+    return shlex.quote(text)
+
+
+def _container(place: Place) -> tuple[list[str], list[str]]:
+    """Return options of srun, and words before each rank's command."""
+    found = image(place)
+    if found is None:
+        if place.container_mounts:
+            raise ValueError("container_mounts: there is no container; give --container-image")
+        return [], []
+    here = os.getcwd()
+    mounts = [*place.container_mounts, f"{here}:{here}"]
+    if place.container_engine == "pyxis":
+        return [
+            f"--container-image={found}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={here}",
+        ], []
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    return [], ["apptainer", "exec", "--nv", *binds, "--pwd", here, found]

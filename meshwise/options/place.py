@@ -1,0 +1,64 @@
+"""Where ranks run when a command does not start them on this machine itself."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from meshwise.options import Options, Positive, Range
+from meshwise.options import Time as Duration
+
+Launcher = Literal["slurm", "ray", "kubernetes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Options):
+    """The part of a cluster on which a command runs, and how to get it."""
+
+    launcher: Launcher = "slurm"
+    "Who starts the ranks. kubernetes: only print manifests."
+    nodes: Annotated[int, Range(1, 100_000)] = 1
+    "Hosts."
+    gpus_per_node: Annotated[int, Range(0, 1024)] = 0
+    "GPUs of each host, a rank on each; without it ranks run on CPUs."
+    nproc_per_node: Positive = None
+    "Ranks of each host; by default one for each GPU, or 1."
+    run_id: str | None = None
+    (
+        "Name of the folder of script and logs, RUNS/jobs/RUN_ID, in the folder of --runs, else "
+        "OUTPUT_DIR of the environment; by default RUN_ID of the environment, else verb and time."
+    )
+    python: str | None = None
+    "The interpreter on the hosts; by default this one, in a container python3."
+    container_image: str | None = None
+    "By default CONTAINER_IMAGE of the environment."
+    container_mounts: tuple[str, ...] = ()
+    "SOURCE:TARGET, as the container sees it; may be repeated. The working directory always is."
+    container_engine: Literal["pyxis", "apptainer"] = "pyxis"
+    "Of Slurm: srun's plugin for enroot, or apptainer exec."
+    partition: str | None = None
+    "Of Slurm."
+    account: str | None = None
+    "Of Slurm."
+    constraint: str | None = None
+    "Of Slurm: features of the nodes."
+    time: Duration | None = None
+    "Time limit, as 30m or 2h."
+    sbatch: tuple[str, ...] = ()
+    "Another option of sbatch, as --qos=high; may be repeated."
+    array: str | None = None
+    "A job for each value of a flag of the command, as seq-len=1024,2048."
+    wait: bool = False
+    "Follow the job's output to its end; the exit code is the job's."
+    address: str | None = None
+    "A running Ray cluster: auto, or HOST:PORT. By default one is started here and stopped."
+    strategy: Literal["pack", "spread"] = "pack"
+    "Of Ray: ranks on few hosts, or on many."
+    namespace: str = field(default="default", metadata={"help": "Of Kubernetes."})
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of each host."""
+        return self.nproc_per_node or self.gpus_per_node or 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
