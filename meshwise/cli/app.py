@@ -16,7 +16,7 @@ import cyclopts
 
 import meshwise
 from meshwise import signals
-from meshwise.cli import place
+from meshwise.cli import allocation
 from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 from meshwise.launcher import Job
@@ -112,7 +112,9 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
     traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return (place.start(words) if place.named_in(words) else _app()(arguments)) or DONE, ""
+        return (
+            allocation.start(words) if allocation.named_in(words) else _app()(arguments)
+        ) or DONE, ""
     except cyclopts.CycloptsError as error:
         return BAD_INPUT, _in_words(error)
     except KeyboardInterrupt as stop:

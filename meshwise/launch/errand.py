@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.options.place import Place
+from meshwise.options.allocation import Allocation
 
 VERBS = ("detect", "measure", "run", "refit")
 
@@ -40,7 +40,7 @@ class Errand:
                 return word.partition("=")[2]
         return None
 
-    def program(self, place: Place) -> list[str]:
+    def program(self, place: Allocation) -> list[str]:
         """Return the command line of one rank."""
         python = place.python or ("python3" if image(place) else sys.executable)
         return [python, "-m", "meshwise", *self.words]
@@ -52,7 +52,7 @@ class Errand:
             return ["--resume-from", folder]
         return ["--resume"] if self.verb == "measure" and "--resume" not in self.words else []
 
-    def folder(self, place: Place) -> Path:
+    def folder(self, place: Allocation) -> Path:
         """Return the absolute path of the folder of the script and the logs."""
         runs = self.value("runs") or os.environ.get("OUTPUT_DIR") or "runs"
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -62,6 +62,6 @@ class Errand:
         return Path(runs).absolute() / "jobs" / name
 
 
-def image(place: Place) -> str | None:
+def image(place: Allocation) -> str | None:
     """Return the container image, of the option or of CONTAINER_IMAGE."""
     return place.container_image or os.environ.get("CONTAINER_IMAGE") or None

@@ -15,7 +15,7 @@ from meshwise import files, signals
 from meshwise.launch.errand import Errand
 from meshwise.launch.failed import RanksFailed
 from meshwise.launch.slurm_script import body, script
-from meshwise.options.place import Place
+from meshwise.options.allocation import Allocation
 
 _POLL_S = 2.0
 _WAITING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING",
@@ -27,7 +27,7 @@ _HINTS = {
 }
 
 
-def start(errand: Errand, place: Place) -> int:
+def start(errand: Errand, place: Allocation) -> int:
     """Run in the allocation that there is, else submit a script. Return the exit code."""
     if errand.is_dry:
         print(script(errand, place, errand.folder(place)), end="")
@@ -52,7 +52,7 @@ def _step(text: str) -> int:
         raise
 
 
-def _submitted(errand: Errand, place: Place) -> int:
+def _submitted(errand: Errand, place: Allocation) -> int:
     """Write the script, show it, submit it, and follow it if asked."""
     _program("sbatch")
     folder = errand.folder(place)

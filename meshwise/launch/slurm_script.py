@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwise.launch.errand import Errand, image
-from meshwise.options.place import Place
+from meshwise.options.allocation import Allocation
 from meshwise.text import plain
 from meshwise.units import parse_seconds
 
@@ -45,14 +45,14 @@ exit "$code"
 """
 
 
-def script(errand: Errand, place: Place, folder: Path) -> str:
+def script(errand: Errand, place: Allocation, folder: Path) -> str:
     """Return the script. Its logs are JOB.out (results) and JOB.err (the rest) in ``folder``."""
     head = [f"#SBATCH {line}" for line in _head(errand, place, folder)]
     said = plain(shlex.join(["meshwise", *errand.words]))
     return "\n".join(["#!/bin/bash", f"# {said}", *head, "", body(errand, place)])
 
 
-def body(errand: Errand, place: Place) -> str:
+def body(errand: Errand, place: Allocation) -> str:
     """Return what a job does: a step of all ranks, ended and started again as Slurm tells."""
     changes = [f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ]; then program+=({going_on}); fi"
                for going_on in filter(None, [shlex.join(errand.going_on)])]  # fmt: skip
@@ -84,7 +84,7 @@ def swept(array: str) -> tuple[str, list[str]]:
     return flag.lstrip("-").replace("_", "-"), found
 
 
-def _head(errand: Errand, place: Place, folder: Path) -> Iterator[str]:
+def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
     """Yield the options of sbatch."""
     log = str(folder / ("%A_%a" if place.array else "%j")).replace("%%", "%")
     limit = None if place.time is None else parse_seconds(str(place.time), "time")
@@ -121,7 +121,7 @@ def quoted(name: str, text: str) -> str:
     return shlex.quote(text)
 
 
-def _container(place: Place) -> tuple[list[str], list[str]]:
+def _container(place: Allocation) -> tuple[list[str], list[str]]:
     """Return options of srun, and words before each rank's command."""
     found = image(place)
     if found is None:

@@ -7,9 +7,9 @@ import cyclopts
 from cyclopts import Parameter
 
 from meshwise.cli.options import PLAIN, flags
-from meshwise.options.place import Place
+from meshwise.options.allocation import Allocation
 
-FLAG, HERE = "--launcher", Place()
+FLAG, HERE = "--launcher", Allocation()
 
 
 def named_in(words: list[str]) -> bool:
@@ -35,7 +35,7 @@ def start(words: list[str]) -> int:
 
 def start_here(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    place: Annotated[Place, flags(Place)] = HERE,
+    place: Annotated[Allocation, flags(Allocation)] = HERE,
 ) -> int:
     """Run detect, measure, run or refit on a part of a cluster: the command as it is on one
     machine, with --launcher and the options below anywhere in it."""

@@ -1,4 +1,4 @@
-"""Where ranks run when a command does not start them on this machine itself."""
+"""The part of a cluster on which a command runs when it does not start its ranks itself."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ Launcher = Literal["slurm", "ray", "kubernetes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Options):
+class Allocation(Options):
     """The part of a cluster on which a command runs, and how to get it."""
 
     launcher: Launcher = "slurm"
