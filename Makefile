@@ -5,7 +5,7 @@ BUDGET ?= 90s
 STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 
-.PHONY: help venv test test-all test-slow fuzz faults check pictures demo clean always
+.PHONY: help venv test test-all test-slow test-slurm fuzz faults check pictures demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -30,6 +30,12 @@ test-all: .venv/stamp ## run the tests that make test leaves out, too
 
 test-slow: .venv/stamp ## run the tests of launches, ranks, jobs and faults beside 40 busy processes
 	@$(VENV) -m tests.busy
+
+test-slurm: .venv/stamp ## install Slurm from Debian's packages if it is missing, run jobs on two nodes of it
+	@begin=$$(date +%s); PATH=$$PATH:/usr/sbin; command -v slurmctld munged > /dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+		--no-install-recommends slurm-wlm munge > /dev/null; } && \
+	$(VENV) -m pytest -n0 tests/slurm && echo "test-slurm: $$(($$(date +%s) - begin)) s"
 
 fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=...)
 	@$(VENV) -m tests.fuzz --cases 100000 --out $(or $(OUT),fuzz.json)

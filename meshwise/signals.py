@@ -1,6 +1,7 @@
-"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP. A signal can arrive at any point.
+"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, which Slurm sends before a
+time limit. A signal can arrive at any point.
 
-``held`` defers them while processes are started and ended. ``raised`` turns SIGTERM and SIGHUP into
+``held`` defers them while processes are started and ended. ``raised`` turns the others into
 the exception ``Ended``, as Ctrl-C is ``KeyboardInterrupt``. ``quit_at_once`` is for the program: if
 nothing must be cleaned up, it ends with one line, not with an exception, which torch's import may
 swallow or print. Handlers are changed only on the main thread. A signal that the user ignores
@@ -19,7 +20,7 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 last_acts: list[Callable[[str], None]] = []  # called with the reason before the program quits
 
 
@@ -83,8 +84,8 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(*, unless_failing: bool = False) -> Iterator[None]:
-    """Raise ``Ended`` on SIGTERM and SIGHUP, and KeyboardInterrupt on Ctrl-C even in a program
-    that quits at once. ``unless_failing``: not while an error is raised, which says more."""
+    """Raise ``Ended`` on these signals, but KeyboardInterrupt on Ctrl-C, even in a program that
+    quits at once. ``unless_failing``: not while an error is raised, which says more."""
     failing = sys.exception()
 
     def end(number: int, _: FrameType | None) -> None:

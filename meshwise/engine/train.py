@@ -14,10 +14,14 @@ Steps are timed back to back. On a GPU the host never waits within a step and st
 step ahead. If one rank runs out of memory, the run ends on all ranks with status ``oom``.
 """
 
+import contextlib
 import functools
 import itertools
 import math
+import signal
 import statistics
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise import models, store
+from meshwise import models, signals, store
 from meshwise.engine import check, checkpoint, frame, kernels, nonfinite, phases, step
 from meshwise.engine.data import Batches, Rows, batches
 from meshwise.engine.frame import Metrics, RankJob, RunRequest, no_pauses, timed
@@ -78,6 +82,7 @@ class _StepLoop:
         self, job: RankJob, training: step.TrainingState, first: int, save: checkpoint.Save | None
     ) -> None:
         self.job, self.training, self.first, self.save = job, training, first, save
+        self.end = _NoticedEnd(job.ranks)
         self.mark, self.elapsed_s = clock(job.ranks.device)
         self.ends, self.losses = list[Any](), list[Tensor]()
         # pinned, so that the device writes into it while the host continues
@@ -101,15 +106,21 @@ class _StepLoop:
         return bool(self.norms[:count].isnan().any())
 
     def save_after(self, index: int) -> bool:
-        """Save after the last step and when a save is due; return whether it saved."""
+        """Save after the last step, when a save is due and when the job is told to end; return
+        whether it saved."""
         asked, number = self.job.request.asked, self.first + index + 1
+        if self.save is None:
+            return False
         is_due = asked.save_every is not None and number % asked.save_every == 0
-        if self.save is None or not (is_due or index + 1 == len(self.training.inputs)):
+        is_end = self.end.due_after(number)
+        if not (is_due or is_end or index + 1 == len(self.training.inputs)):
             return False
         if self.training.norm.isnan():  # keep the checkpoint before
             return False
         self.job.ranks.at(f"saving before step {number}")
         self.save(self.training, self.job.plan, step=number, seed=asked.seed)
+        if is_end:
+            raise signals.Ended(signal.SIGUSR1, f"saved before step {number}; --resume goes on")
         return True
 
     def warm_up(self, count: int) -> None:
@@ -136,6 +147,37 @@ class _StepLoop:
         job.ranks.synchronize("the last step")
         reporter.report(len(spans), spans)
         return [self.elapsed_s(*span) for span in spans]
+
+
+class _NoticedEnd:
+    """An end that a signal announces, SIGUSR1: all ranks save after the same step. Ranks are at
+    most two steps apart, so the first that gets the signal names a step three further on."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.store, self.is_told = ranks.store, False
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Notice the signal, which otherwise ends the process at once, while the body runs."""
+
+        def notice(*_: object) -> None:
+            self.is_told = True
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGUSR1, notice)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    def due_after(self, number: int) -> bool:
+        """Return whether all ranks end now that ``number`` steps are done."""
+        assert self.store is not None
+        if self.is_told:
+            self.store.compare_set("last step", "", str(number + 3))
+        return self.store.check(["last step"]) and number >= int(self.store.get("last step"))
 
 
 class _StepReporter:
@@ -172,19 +214,20 @@ def _trained(job: RankJob, save: checkpoint.Save | None) -> dict[str, Any]:
     """Warm up, time, and measure memory; return the fields of the sample."""
     ranks, request, spent = job.ranks, job.request, job.spent
     loop = _prepared(job, save)
-    with timed(spent, "compile_s"):
-        warm_up = functools.partial(loop.warm_up, request.counts.warmup)
-        job.together("warm-up", warm_up, compiling=True)
     found: dict[str, Any] = {}
     times_s: list[float] = []
     profiled: dict[str, float] = {}
     peaks: dict[str, int] = {}
-    if not loop.is_lost():
-        job.say(f"warmed up; steps to time: {request.counts.steps}")
-        found["before"] = device_states(ranks)
-        with timed(spent, "timed_s"), _without_guards(loop.training, request.plan.lowering):
-            times_s = job.together("timed steps", loop.timed_steps)
-        found["after"] = device_states(ranks)
+    with loop.end.noticed() if save else nullcontext():
+        with timed(spent, "compile_s"):
+            warm_up = functools.partial(loop.warm_up, request.counts.warmup)
+            job.together("warm-up", warm_up, compiling=True)
+        if not loop.is_lost():
+            job.say(f"warmed up; steps to time: {request.counts.steps}")
+            found["before"] = device_states(ranks)
+            with timed(spent, "timed_s"), _without_guards(loop.training, request.plan.lowering):
+                times_s = job.together("timed steps", loop.timed_steps)
+            found["after"] = device_states(ranks)
     if not loop.is_lost():
         if request.asked.profile:
             profiled = phases.record(job, loop.training, Path(request.run_dir))

@@ -48,9 +48,8 @@ class Errand:
     @property
     def going_on(self) -> list[str]:
         """Return the words to add when the command starts again after it was ended early."""
-        if self.verb == "run" and (folder := self.value("save")):
-            return ["--resume-from", folder]
-        return ["--resume"] if self.verb == "measure" and "--resume" not in self.words else []
+        can = self.verb == "measure" or (self.verb == "run" and self.value("save"))
+        return ["--resume"] if can and "--resume" not in self.words else []
 
     def folder(self, place: Allocation) -> Path:
         """Return the absolute path of the folder of the script and the logs."""

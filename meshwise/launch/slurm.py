@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -23,7 +22,7 @@ _WAITING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQ
 _HINTS = {
     "partition": "sinfo lists the partitions",
     "account": "sacctmgr show associations lists yours",
-    "node configuration": "sinfo -N -l lists what nodes have",
+    "node": "sinfo -N -l lists the nodes and what they have",
 }
 
 
@@ -76,9 +75,12 @@ def _submitted(errand: Errand, place: Allocation) -> int:
 
 def _followed(job: str, folder: Path) -> int:
     """Print the job's output until it ends; return its exit code. RanksFailed says how else."""
-    tails = _Tails(folder, job)
+    tails, before = _Tails(folder, job), ""
     while True:
-        found = list(_states(job))
+        found, reason = _states(job)
+        if reason != before:
+            print(f"job {job} waits: {reason}" if reason else f"job {job} runs", file=sys.stderr)
+        before = reason
         tails.show()
         if not any(state in _WAITING for state, _ in found):
             break
@@ -91,13 +93,16 @@ def _followed(job: str, folder: Path) -> int:
     return max((code for _, code in found), default=0)
 
 
-def _states(job: str) -> Iterator[tuple[str, int]]:
-    """Yield state and exit code of a job, or of all jobs of an array."""
-    told = _asked("scontrol", "--oneliner", "show", "job", job)
-    for line in told.splitlines():
+def _states(job: str) -> tuple[list[tuple[str, int]], str]:
+    """Return state and exit code of a job, or of all jobs of an array; and why it waits, if so."""
+    found, reason = [], ""
+    for line in _asked("scontrol", "--oneliner", "show", "job", job).splitlines():
         facts = dict(re.findall(r"(\w+)=(\S*)", line))
         code, _, killed_by = facts["ExitCode"].partition(":")
-        yield facts["JobState"], int(code) or (128 + int(killed_by) if int(killed_by) else 0)
+        found.append((facts["JobState"], int(code) or (int(killed_by) and 128 + int(killed_by))))
+        if facts["JobState"] == "PENDING":
+            reason = facts["Reason"]
+    return found, reason
 
 
 class _Tails:
@@ -132,6 +137,6 @@ def _asked(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join(done.stderr.split())
-        hint = next((f"; {hint}" for word, hint in _HINTS.items() if word in said), "")
+        hint = next((f"; {hint}" for word, hint in _HINTS.items() if word in said.lower()), "")
         raise ValueError(f"{said or f'{command[0]}: exit code {done.returncode}'}{hint}")
     return done.stdout.strip()

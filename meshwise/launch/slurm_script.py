@@ -29,10 +29,10 @@ $MASTER_ADDR" >&2
 
 program=({program})
 {changes}
-# Ranks that get SIGTERM keep what they have. Before the time limit Slurm sends USR1: start again.
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
 again=0
-trap 'kill -TERM "$step"' TERM INT
-trap 'again=1; kill -TERM "$step"' USR1
+trap 'kill -USR1 "$step"' TERM INT
+trap 'again=1; kill -USR1 "$step"' USR1
 srun {options} ${{SLURM_STEP_ID:+--overlap}} {inside}"${{program[@]}}" &
 step=$!
 code=0
@@ -86,7 +86,7 @@ def swept(array: str) -> tuple[str, list[str]]:
 
 def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
     """Yield the options of sbatch."""
-    log = str(folder / ("%A_%a" if place.array else "%j")).replace("%%", "%")
+    log = str(folder).replace("%", "%%") + ("/%A_%a" if place.array else "/%j")
     limit = None if place.time is None else parse_seconds(str(place.time), "time")
     given = {
         "job-name": f"meshwise-{errand.verb}",
@@ -115,7 +115,7 @@ def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
 
 
 def quoted(name: str, text: str) -> str:
-    """Quote a value for a line of #SBATCH, where # begins a comment and a line has no continuation."""
+    """Quote a value for a line of #SBATCH, which is split as a shell splits words."""
     if text != plain(text):
         raise ValueError(f"{name} = {text!r}: a control character is in it; leave it out")
     return shlex.quote(text)

@@ -11,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+from meshwise.signals import ENDING
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,7 +34,7 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 if __name__ == "__main__":

@@ -93,18 +93,22 @@ class Course(Options):
     "And after each so many steps."
     resume_from: File | None = None
     "Go on with the checkpoint in this folder, under any layout."
+    resume: bool = False
+    "Go on with the checkpoint in --save, if there is one, up to the step asked for at first."
 
     def check_mode(self) -> None:
         """Refuse what does not go with the mode, or with the rest."""
         mode, given = self.mode, self.said()
         of = {"new_tokens": ("decode", "decoding"), "in_flight": ("infer", "inference")}
-        of |= dict.fromkeys(("data", "check", "save", "resume_from", "profile", "find_nonfinite"),
-                            ("train", "training"))  # fmt: skip
+        of |= dict.fromkeys(("data", "check", "save", "resume_from", "resume", "profile",
+                             "find_nonfinite"), ("train", "training"))  # fmt: skip
         for name, (only, called) in of.items():
             if name in given and mode != only:
                 raise ValueError(f"{name}: only {called} has it; leave it out, or {only}")
         if self.save_every is not None and self.save is None:
             raise ValueError(f"save_every = {self.save_every}: there is no folder; give --save")
+        if self.resume and (self.save is None or self.resume_from is not None):
+            raise ValueError("resume: goes on with the folder of --save; give that alone")
         for name in ("steps", "warmup") if mode == "decode" else ():
             if name in given:
                 fix = "leave it out, or give --new-tokens"

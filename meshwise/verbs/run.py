@@ -51,6 +51,7 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
     else:
         asked = _prompted(asked) if asked.mode == "decode" else asked
         chosen = given.plan_of(asked)
+    asked = _going_on(asked, chosen) if asked.resume else asked
     plans = [chosen, *_rivals(chosen, asked.rivals)]
     world.size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:
@@ -145,6 +146,21 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
         )
         for candidate in (*others, *alike)[:count]
     ]
+
+
+def _going_on(asked: RunOptions, plan: Plan) -> RunOptions:
+    """Go on with the checkpoint in ``save``, if there is one, for the steps that are left of those
+    asked for: at least one is timed."""
+    from meshwise.engine import checkpoint, folder
+
+    assert asked.save is not None
+    if not (Path(asked.save) / folder.JSON).exists():
+        return asked
+    counts = asked.counts(plan.cluster.device.kind)
+    done = checkpoint.checked(asked.save, plan, asked.seed).step
+    steps = max(1, counts.steps - done)
+    log.info("going on with step %d of %s; steps to time: %d", done, asked.save, steps)
+    return dataclasses.replace(asked, resume_from=asked.save, resume=False, steps=steps)
 
 
 def _alike(layout: Layout) -> tuple[Any, ...]:

@@ -1,0 +1,123 @@
+"""Kubernetes: the manifests of a command, printed and not submitted.
+
+A JobSet and a PyTorchJob (Kubeflow's training operator), either of which runs the command: one pod
+a host, in it one torchrun that starts the host's ranks. A mount's source is a claim's name, or an
+absolute path of the host.
+"""
+
+import json
+import re
+from typing import Any
+
+from meshwise.launch.errand import Errand, image
+from meshwise.options.allocation import Allocation
+from meshwise.units import parse_seconds
+
+_PORT = 29500
+
+
+def start(errand: Errand, place: Allocation) -> int:
+    """Print both manifests, as JSON documents of one YAML stream; return exit code 0."""
+    for manifest in (job_set(errand, place), pytorch_job(errand, place)):
+        print("---")
+        print(json.dumps(manifest, indent=2))
+    return 0
+
+
+def job_set(errand: Errand, place: Allocation) -> dict[str, Any]:
+    """Return a JobSet: an indexed Job, whose pods meet at the first one's host name."""
+    name = _name(errand, place)
+    template = _pod(
+        errand,
+        place,
+        node_rank="$(JOB_COMPLETION_INDEX)",
+        master=f"--master-addr={name}-hosts-0-0.{name}",
+    )
+    limit = {} if (s := _limit_s(place)) is None else {"activeDeadlineSeconds": s}
+    job = {
+        "parallelism": place.nodes,
+        "completions": place.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        **limit,
+        "template": template,
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "namespace": place.namespace},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def pytorch_job(errand: Errand, place: Allocation) -> dict[str, Any]:
+    """Return a PyTorchJob: a master and workers, for which the operator sets RANK as the number of
+    the pod, MASTER_ADDR and MASTER_PORT."""
+    template = _pod(errand, place, node_rank="$(RANK)", master="--master-addr=$(MASTER_ADDR)")
+    replicas = {"Master": 1, "Worker": place.nodes - 1}
+    limit = {} if (s := _limit_s(place)) is None else {"activeDeadlineSeconds": s}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": _name(errand, place), "namespace": place.namespace},
+        "spec": {
+            "runPolicy": {"backoffLimit": 0, **limit},
+            "pytorchReplicaSpecs": {
+                kind: {"replicas": count, "restartPolicy": "Never", "template": template}
+                for kind, count in replicas.items()
+                if count
+            },
+        },
+    }
+
+
+def _pod(errand: Errand, place: Allocation, *, node_rank: str, master: str) -> dict[str, Any]:
+    """Return the template of a pod. Kubernetes puts variables for $(NAME), and no shell is run."""
+    found = image(place)
+    if found is None:
+        raise ValueError("container_image: pods run an image; give --container-image")
+    python, *program = (word.replace("$(", "$$(") for word in errand.program(place))
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={place.nodes}"]
+    torchrun += [f"--nproc-per-node={place.ranks_per_node}", f"--node-rank={node_rank}"]
+    torchrun += [master, f"--master-port={_PORT}"]
+    mounts = {"shm": ({"emptyDir": {"medium": "Memory"}}, "/dev/shm")}
+    for number, mount in enumerate(place.container_mounts):
+        source, _, target = mount.partition(":")
+        on_host = {"hostPath": {"path": source}}
+        volume = on_host if source.startswith("/") else _claim(source)
+        mounts[f"mount-{number}"] = volume, target or source
+    gpus = {"nvidia.com/gpu": place.gpus_per_node} if place.gpus_per_node else {}
+    container = {
+        "name": "pytorch",
+        "image": found,
+        "command": [python, *torchrun, *program],
+        "resources": {"limits": gpus},
+        "volumeMounts": [{"name": n, "mountPath": path} for n, (_, path) in mounts.items()],
+    }
+    return {
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [container],
+            "volumes": [{"name": n, **volume} for n, (volume, _) in mounts.items()],
+        }
+    }
+
+
+def _claim(name: str) -> dict[str, Any]:
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
+def _name(errand: Errand, place: Allocation) -> str:
+    name = place.run_id or f"meshwise-{errand.verb}"
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise ValueError(
+            f"run_id = {name!r}: names a JobSet; use up to 40 of a-z, 0-9 and -, a letter first"
+        )
+    return name
+
+
+def _limit_s(place: Allocation) -> int | None:
+    return None if place.time is None else int(parse_seconds(str(place.time), "time"))

@@ -1,0 +1,43 @@
+#!/bin/bash
+# meshwise run plan.json --save 'my weights' --save-every 10
+#SBATCH --job-name=meshwise-run
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --partition=h100
+#SBATCH --account=me
+#SBATCH --constraint='nvl&ib'
+#SBATCH --time=120
+#SBATCH --output=/home/me/runs/jobs/ID/%j.out
+#SBATCH --error=/home/me/runs/jobs/ID/%j.err
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --qos=high
+#SBATCH --mail-type=END
+
+set -euo pipefail
+cd -- /home/me
+
+# Ranks meet at the first host, at the address by which Slurm reaches it.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+export MASTER_ADDR="${address:-$first}"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0}, ranks meet at $MASTER_ADDR" >&2
+
+program=(python3 -m meshwise run plan.json --save 'my weights' --save-every 10)
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
+
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
+again=0
+trap 'kill -USR1 "$step"' TERM INT
+trap 'again=1; kill -USR1 "$step"' USR1
+srun --nodes=4 --ntasks-per-node=8 --gpu-bind=none --kill-on-bad-exit=1 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+step=$!
+code=0
+while kill -0 "$step" 2>/dev/null; do
+    code=0
+    wait "$step" || code=$?
+done
+if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"

@@ -1,0 +1,194 @@
+"""Commands on a real Slurm of two nodes: batch, in place, arrays, failures, requeues."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+from meshwise import store
+
+ELSEWHERE = ("--launcher", "slurm", "--nodes", "2", "--nproc-per-node", "2")
+COLLECTIVES = ("measure", "collectives", "all_reduce", "all_to_all", "--sizes", "1K,4K")
+
+
+def _runs(folder: Path, verb: str) -> list[Path]:
+    return sorted(path.parent for path in folder.glob(f"runs/*-{verb}*/run.json"))
+
+
+def _cases(run: Path) -> dict[str, str]:
+    """The status of every case, by its id."""
+    return {sample.case_id: sample.status for sample in store.load(run)[1]}
+
+
+def _squeue(slurm: dict[str, str]) -> list[str]:
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%i"], env=slurm, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def _until(holds, seconds: float = 300.0) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.5)
+
+
+def test_a_batch_job_measures_what_local_ranks_measure(meshwise, tmp_path):
+    far = meshwise(*COLLECTIVES, *ELSEWHERE, "--wait", "--json", "--run-id", "first")
+    assert far.returncode == 0, far.stderr
+    found = json.loads(far.stdout)
+    assert found["status"] == "complete"
+    (run,) = _runs(tmp_path, "measure")
+    assert run == tmp_path / found["run_dir"]
+    assert store.load(run)[0].world_size == 4
+    logs = {path.suffix for path in (tmp_path / "runs/jobs/first").iterdir()}
+    assert logs == {".sh", ".out", ".err"}
+
+    near = meshwise(*COLLECTIVES, "--nproc", "4", "--runs", "near")
+    assert near.returncode == 0, near.stderr
+    (local,) = (tmp_path / "near").iterdir()
+    assert _cases(run) == _cases(local)
+    assert set(_cases(run).values()) == {"ok"}
+
+
+def test_in_an_allocation_the_ranks_start_in_place(meshwise, tmp_path):
+    done = meshwise(*COLLECTIVES, *ELSEWHERE, before=("salloc", "--nodes=2", "--ntasks-per-node=2"))
+    assert done.returncode == 0, done.stderr
+    assert "all_to_all" in done.stdout
+    assert not (tmp_path / "runs/jobs").exists()
+    (run,) = _runs(tmp_path, "measure")
+    assert set(_cases(run).values()) == {"ok"}
+    fewer = meshwise(*COLLECTIVES, *ELSEWHERE, before=("salloc", "--nodes=1"))
+    assert fewer.returncode != 0
+    assert "Only allocated 1 nodes asked for 2" in fewer.stderr
+
+
+def test_an_array_has_a_job_for_each_value(meshwise, tmp_path):
+    done = meshwise(
+        "measure", "collectives", "all_reduce", *ELSEWHERE, "--array", "sizes=1K,2K,4K", "--wait"
+    )
+    assert done.returncode == 0, done.stderr
+    sizes = [
+        {sample.case.op.size_bytes for sample in store.load(run)[1]}
+        for run in _runs(tmp_path, "measure")
+    ]
+    assert sorted(map(tuple, sizes)) == [(1024,), (2048,), (4096,)]
+
+
+def test_what_slurm_refuses_is_one_line(meshwise):
+    nowhere = meshwise(*COLLECTIVES, *ELSEWHERE, "--partition", "a; rm -rf ~")
+    assert nowhere.returncode == 2
+    assert "invalid partition specified: a; rm -rf ~" in nowhere.stderr.splitlines()[-1]
+    large = meshwise(*COLLECTIVES, "--launcher", "slurm", "--nodes", "3")
+    assert large.returncode == 2
+    assert "Node count specification invalid" in large.stderr.splitlines()[-1]
+    none = meshwise(*COLLECTIVES, *ELSEWHERE, PATH="/usr/bin-none")
+    assert none.returncode == 2
+    assert none.stderr.startswith("error: sbatch: not found here")
+
+
+def test_a_failed_job_has_its_exit_code(meshwise):
+    done = meshwise(*COLLECTIVES, "--nproc", "7", *ELSEWHERE, "--wait")
+    assert done.returncode == 2
+    assert "nproc = 7, but the launcher started 4 ranks" in done.stderr
+
+
+def _begun(meshwise, slurm, folder: Path) -> tuple[str, Path]:
+    """Submit a job of many cases; return it and its run once some of them are measured."""
+    done = meshwise("measure", "collectives", *ELSEWHERE, "--run-id", "long")
+    assert done.returncode == 0, done.stderr
+    (job,) = _squeue(slurm)
+    _until(lambda: any(len(_cases(run)) > 2 for run in _runs(folder, "measure")))
+    (run,) = _runs(folder, "measure")
+    return job, run
+
+
+def test_a_cancelled_job_keeps_what_it_measured(meshwise, slurm, tmp_path):
+    job, run = _begun(meshwise, slurm, tmp_path)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    _until(lambda: not _squeue(slurm))
+    info = store.load(run)[0]
+    # a rank that others left before its own signal came says so
+    assert info.reason == "ended by SIGTERM" or "had not arrived" in info.reason
+    assert info.status in ("interrupted", "failed")
+    assert 2 < len(_cases(run)) < 35
+
+
+def test_before_its_time_limit_a_job_is_requeued_and_goes_on(meshwise, slurm, tmp_path):
+    job, run = _begun(meshwise, slurm, tmp_path)
+    before = store.load(run)[1]
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+    restarted = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+
+    def again() -> bool:
+        subprocess.run(restarted, env=slurm, capture_output=True, check=False)
+        return "start 1" in (tmp_path / f"runs/jobs/long/{job}.err").read_text()
+
+    _until(again)
+    _until(lambda: len(_cases(run)) > len(before) + 1)
+    assert store.load(run)[1][: len(before)] == before  # nothing is measured twice
+    assert _runs(tmp_path, "measure") == [run]
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    _until(lambda: not _squeue(slurm))
+
+
+GPT = ("run", "--model", "gpt-30m", "--layout", '{"dp": 2, "tp": 2}', "--seq-len", "64",
+       "--global-batch-size", "2", "--seed", "3")  # fmt: skip
+
+
+def _losses(run: Path) -> list[float]:
+    (sample,) = store.load(run)[1]
+    return list(sample.metrics["losses"])
+
+
+def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp_path):
+    sent = meshwise(*GPT, "--steps", "12", "--save", "weights", *ELSEWHERE, "--run-id", "train")
+    assert sent.returncode == 0, sent.stderr
+    (job,) = _squeue(slurm)
+    log = tmp_path / f"runs/jobs/train/{job}.err"
+    _until(lambda: log.exists() and "step 3: " in log.read_text())
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+
+    def ended() -> bool:
+        start = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+        subprocess.run(start, env=slurm, capture_output=True, check=False)
+        return not _squeue(slurm)
+
+    _until(ended)
+    first, second = _runs(tmp_path, "run")
+    assert store.load(first)[0].status == "interrupted"
+    assert "going on with step" in log.read_text()
+
+    whole = meshwise(*GPT, "--steps", "12", "--runs", "near")
+    assert whole.returncode == 0, whole.stderr
+    (near,) = (tmp_path / "near").iterdir()
+    again = _losses(second)
+    assert again == _losses(near)[-len(again) :]
+
+
+def test_ring_attention_and_refits_cross_hosts(meshwise, tmp_path):
+    ring = meshwise("measure", "ring", *ELSEWHERE, "--seq-lengths", "256", "--ring-sizes", "4",
+                    "--wait")  # fmt: skip
+    assert ring.returncode == 0, ring.stderr
+    refit = meshwise(
+        "refit", "--tensor-model-parallel-size", "2", "--rl-inference-tensor-model-parallel-size",
+        "2", "--refit-mode", "non-collocated", "--refit-method", "gloo", "--num-layers", "2",
+        "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "128",
+        "--num-benchmark-iterations", "2", *ELSEWHERE, "--wait",
+    )  # fmt: skip
+    assert refit.returncode == 0, refit.stderr
+    assert "Mean refit time" in refit.stdout + refit.stderr
+
+
+def test_sixteen_ranks_move_weights_from_tp4_pp2_to_tp8(meshwise, tmp_path):
+    done = meshwise(
+        "refit", "--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2",
+        "--rl-inference-tensor-model-parallel-size", "8", "--refit-mode", "non-collocated",
+        "--refit-method", "gloo", "--num-layers", "4", "--hidden-size", "64",
+        "--num-attention-heads", "8", "--vocab-size", "128", "--num-benchmark-iterations", "1",
+        "--launcher", "slurm", "--nodes", "2", "--nproc-per-node", "8", "--wait",
+        "--setup-timeout", "20m", "--timeout", "5m",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,146 @@
+"""Slurm's scripts: golden files, and that no word of the user's is read by a shell or by sbatch."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwise.launch.errand import Errand
+from meshwise.launch.slurm_script import body, script, swept
+from meshwise.options.allocation import Allocation
+
+MEASURE = ("measure", "collectives", "all_reduce", "--model", "gpt-30m", "--json")
+SCRIPTS = {
+    "plain": (MEASURE, Allocation(nodes=2, nproc_per_node=4, python="python3")),
+    "gpus": (
+        ("run", "plan.json", "--save", "my weights", "--save-every", "10"),
+        Allocation(
+            nodes=4, gpus_per_node=8, partition="h100", account="me", constraint="nvl&ib",
+            time="2h",             sbatch=("--qos=high", "--mail-type=END"), python="python3",
+        ),
+    ),
+    "pyxis": (
+        ("refit", "--scenario", "tp2-tp4"),
+        Allocation(gpus_per_node=4, container_image="/images/torch.sqsh",
+                   container_mounts=("/data:/data",)),
+    ),
+    "apptainer": (
+        MEASURE,
+        Allocation(gpus_per_node=4, container_image="torch.sif", container_engine="apptainer",
+                   container_mounts=("/my data:/data",)),
+    ),
+    "array": (MEASURE, Allocation(nproc_per_node=2, array="seq_len=1024,2048", python="python3")),
+    "hostile": (
+        ("measure", "gemm", "--model", "$(touch x); 'a' \"b\" `c`"),
+        Allocation(partition="a; rm -rf ~", account="#x y", constraint="'$HOME'", python="/my py"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONTAINER_IMAGE", "OUTPUT_DIR", "RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_as_before(name, golden):
+    words, place = SCRIPTS[name]
+    text = script(Errand(words), place, Path.cwd() / "runs/jobs/ID")
+    golden(f"slurm-{name}.sh", text.replace(os.getcwd(), "/home/me"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def _stubs(folder: Path) -> dict[str, str]:
+    """Programs of Slurm's that only say what they were given, a word a line, NUL behind each."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in {"srun": 'printf "%s\\0" "$@"', "scontrol": "echo n1"}.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    return {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"}
+
+
+def _given_to_srun(text: str, **more: str) -> list[str]:
+    environment = _stubs(Path.cwd()) | more
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+_WORDS = st.text(
+    st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=20
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(_WORDS, max_size=4), image=_WORDS, mount=_WORDS)
+def test_every_word_reaches_the_ranks_as_it_was_typed(words, image, mount):
+    errand = Errand(("measure", *words))
+    place = Allocation(container_image=image, container_mounts=(mount,), python="python3")
+    found = _given_to_srun(body(errand, place))
+    assert f"--container-image={image}" in found
+    assert f"--container-mounts={mount},{os.getcwd()}:{os.getcwd()}" in found
+    assert found[found.index("python3") :] == ["python3", "-m", "meshwise", "measure", *words]
+
+
+def test_apptainer_gets_image_mounts_and_command():
+    words, place = SCRIPTS["apptainer"]
+    found = _given_to_srun(body(Errand(words), place))
+    here = os.getcwd()
+    assert found[found.index("apptainer") :] == [
+        "apptainer", "exec", "--nv", "--bind", "/my data:/data", "--bind", f"{here}:{here}",
+        "--pwd", here, "torch.sif", "python3", "-m", "meshwise", *words,
+    ]  # fmt: skip
+
+
+def test_a_job_that_starts_again_goes_on():
+    measure = body(Errand(MEASURE), Allocation())
+    assert "--resume" not in _given_to_srun(measure)
+    assert _given_to_srun(measure, SLURM_RESTART_COUNT="1")[-1] == "--resume"
+    asked = body(Errand((*MEASURE, "--resume")), Allocation())
+    assert _given_to_srun(asked, SLURM_RESTART_COUNT="2").count("--resume") == 1
+    detect = body(Errand(("detect",)), Allocation())
+    assert "--resume" not in _given_to_srun(detect, SLURM_RESTART_COUNT="1")
+
+
+def test_a_job_of_an_array_has_its_value():
+    text = body(Errand(("measure", "gemm")), Allocation(array="seq_len=1,a b"))
+    assert _given_to_srun(text, SLURM_ARRAY_TASK_ID="1")[-2:] == ["--seq-len", "a b"]
+    for odd in ("seq-len", "=1", "seq-len=1,,2"):
+        with pytest.raises(ValueError, match=r"^array = "):
+            swept(odd)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(min_size=1, max_size=30))
+def test_a_value_is_one_word_of_its_line_or_refused(text):
+    """sbatch splits these lines as a shell does."""
+    place = Allocation(partition=text, account="me")
+    try:
+        lines = script(Errand(("detect",)), place, Path("/runs")).splitlines()
+    except ValueError as error:
+        assert str(error).startswith("partition = ")
+        assert not text.isprintable()
+        return
+    head = [line for line in lines if line.startswith("#SBATCH --partition=")]
+    assert [shlex.split(line)[1:] for line in head] == [[f"--partition={text}"]]
+
+
+def test_a_command_without_ranks_is_refused():
+    for words in (("plan", "gpt-30m"), (), ("--json",)):
+        with pytest.raises(ValueError, match="needs no ranks; leave --launcher out"):
+            Errand(words)
+
+
+def test_the_folder_of_logs_has_the_names_that_the_environment_gives(monkeypatch):
+    errand, here = Errand(("measure", "gemm", "--runs=mine")), Path.cwd()
+    assert errand.folder(Allocation(run_id="a")) == here / "mine/jobs/a"
+    monkeypatch.setenv("OUTPUT_DIR", "/out")
+    monkeypatch.setenv("RUN_ID", "b")
+    assert Errand(("measure",)).folder(Allocation()) == Path("/out/jobs/b")
+    with pytest.raises(ValueError, match=r"^run_id = '\.\./x'"):
+        errand.folder(Allocation(run_id="../x"))
