@@ -9,6 +9,7 @@ separately launched jobs, such as a trainer and a server.
 """
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
@@ -38,6 +39,7 @@ GRACE_S = 2.0  # ranks of one collective fail this close to each other if each h
 ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 T = TypeVar("T")
 
 
@@ -272,6 +274,8 @@ def join(
     device = device_of(job)
     here = job.world_size // job.num_hosts
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
+    if job.num_hosts > 1 and not is_loopback(job.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(job.host))
     # a verb may join more than once in one process, each time with new keys
     earlier = next(joins)
     store = dist.PrefixStore(f"meshwise/{earlier}", _store(job, setup_s))
@@ -299,6 +303,21 @@ def join(
     )
     ranks.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return ranks
+
+
+def _interface(host: str) -> str:
+    """Return the interface by which this host reaches ``host``, or which has its address. Gloo's
+    own choice is the interface of this host's name, for many hosts the loopback's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        with contextlib.suppress(OSError):  # not of IPv4
+            there.connect((host, 1))  # sends nothing
+        own = there.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                told = fcntl.ioctl(there, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if socket.inet_ntoa(told[20:24]) == own:
+                    return name
+    return ""
 
 
 def alone(device: str | torch.device = "cpu") -> Ranks:

@@ -144,7 +144,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp_path):
-    sent = meshwise(*GPT, "--steps", "12", "--save", "weights", *ELSEWHERE, "--run-id", "train")
+    sent = meshwise(*GPT, "--steps", "8", "--save", "weights", *ELSEWHERE, "--run-id", "train")
     assert sent.returncode == 0, sent.stderr
     (job,) = _squeue(slurm)
     log = tmp_path / f"runs/jobs/train/{job}.err"
@@ -161,7 +161,7 @@ def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp
     assert store.load(first)[0].status == "interrupted"
     assert "going on with step" in log.read_text()
 
-    whole = meshwise(*GPT, "--steps", "12", "--runs", "near")
+    whole = meshwise(*GPT, "--steps", "8", "--runs", "near")
     assert whole.returncode == 0, whole.stderr
     (near,) = (tmp_path / "near").iterdir()
     again = _losses(second)
@@ -185,7 +185,8 @@ def test_ring_attention_and_refits_cross_hosts(meshwise, tmp_path):
 def test_sixteen_ranks_move_weights_from_tp4_pp2_to_tp8(meshwise, tmp_path):
     done = meshwise(
         "refit", "--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2",
-        "--rl-inference-tensor-model-parallel-size", "8", "--refit-mode", "non-collocated",
+        "--rl-inference-tensor-model-parallel-size", "8",
+        "--rl-inference-pipeline-model-parallel-size", "1", "--refit-mode", "non-collocated",
         "--refit-method", "gloo", "--num-layers", "4", "--hidden-size", "64",
         "--num-attention-heads", "8", "--vocab-size", "128", "--num-benchmark-iterations", "1",
         "--launcher", "slurm", "--nodes", "2", "--nproc-per-node", "8", "--wait",
