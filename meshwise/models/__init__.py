@@ -1,6 +1,6 @@
 """Operation graphs of models, each rank's share of them, and counts. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -103,9 +103,10 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ENTRY = ("layers.0.in", "layers.0.in.grad")  # a Wide-ResNet stage's copies, not its layer's
 
 
+@lru_cache(maxsize=1024)
 def blocks_of(
     model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
-) -> dict[tuple[Piece, str], Block]:
+) -> Mapping[tuple[Piece, str], Block]:
     """Return the blocks of a layout by piece and direction: one for each kind of layer, the most
     frequent first, and one for the head of a language model. Layers without experts have no ep."""
     known = forms_of(model, seq_len)

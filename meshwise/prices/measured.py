@@ -46,8 +46,8 @@ from meshwise.prices.evaluate import (
 )
 from meshwise.prices.key import Category, How, Key, how, in_step, name_of, op_key, outermost, size
 from meshwise.prices.laws import KnotTimes
+from meshwise.prices.noted import Noted
 from meshwise.spec import (
-    TIERS,
     Block,
     Case,
     Collective,
@@ -57,7 +57,6 @@ from meshwise.spec import (
     Factor,
     HeldOut,
     Op,
-    PriceTier,
     Shaped,
     Sized,
     Surface,
@@ -116,11 +115,12 @@ class Placed(Protocol):
     def writes(self) -> tuple[str, ...]: ...
 
 
-class Prices:
+class Prices(Noted):
     """Costs, indexed for evaluation. With ``datasheet``, missing prices come from the cluster's
-    data sheet. ``notes``: the remarks on prices asked for since ``begin``."""
+    data sheet."""
 
     def __init__(self, costs: Costs, *, datasheet: bool = False) -> None:
+        super().__init__()
         self.costs = costs
         self.datasheet = Datasheet(costs.cluster) if datasheet else None
         self.known: dict[Category, Fitted] = {}
@@ -143,8 +143,6 @@ class Prices:
                     f"meshwise calibrate RUN... ({', '.join(costs.runs)})"
                 )
             self.known[key.category] = price
-        self.notes: dict[str, int] = {}
-        self._sources = set[PriceTier]()
         self._cache: dict[tuple[Op, How | None], Estimate] = {}
         self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
         self._places: dict[int, ShapePlaces] = {}
@@ -153,23 +151,14 @@ class Prices:
     def nothing_measured(self) -> bool:
         return not (self.costs.curves or self.costs.surfaces)
 
-    @property
-    def tier(self) -> PriceTier:
-        """The lowest tier of the prices asked for since ``begin``."""
-        return max(self._sources, key=TIERS.index, default=TIERS[0])
-
-    def begin(self) -> None:
-        """Forget the notes and tiers of the prices asked for so far."""
-        self.notes.clear()
-        self._sources.clear()
-
     def estimate(self, op: Op, run: How | None = None) -> Estimate:
         """Return the price of an operation on one rank, by default run as in a training step."""
         found = self._cache.get((op, run))
         if found is None:
             found = self._cache[op, run] = self._estimate(op, run)
-        for note in filter(None, found.note.split("; ")):
-            self._note(note)
+        if found.note:
+            for note in filter(None, found.note.split("; ")):
+                self._note(note)
         self._sources.add(found.source)
         return found
 
@@ -325,9 +314,6 @@ class Prices:
         peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
         time_s = roofline_s(op, surface, peaks) / utilisation
         return Estimate(time_s, error, "interpolated" if inside else "extrapolated", note)
-
-    def _note(self, text: str) -> None:
-        self.notes[text] = self.notes.get(text, 0) + 1
 
     @cached_property
     def beside(self) -> Beside:

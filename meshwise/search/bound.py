@@ -23,6 +23,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from msgspec.structs import astuple
+
 from meshwise import schedule
 from meshwise.models import ENTRY, program_of
 from meshwise.models.graph import num_bytes
@@ -38,7 +40,7 @@ from meshwise.search.charges import (
     corrections,
     spent_on,
 )
-from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.simulate import COPIES, ROLES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
 from meshwise.search.space import unchecked
 from meshwise.search.stage import (
     Layer,
@@ -48,6 +50,7 @@ from meshwise.search.stage import (
     pieces_of,
     priced,
     stage_cost,
+    stage_memory,
 )
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
@@ -71,7 +74,15 @@ class LayerWork(NamedTuple):
         return self.forward_s + self.backward_s
 
     def plus(self, other: "LayerWork", times: int = 1) -> "LayerWork":
-        return LayerWork(*[mine + times * its for mine, its in zip(self, other, strict=True)])
+        forward_s, backward_s, messages_s, saved, parameters, copies = other
+        return LayerWork(
+            self.forward_s + times * forward_s,
+            self.backward_s + times * backward_s,
+            self.messages_s + times * messages_s,
+            self.saved_bytes + times * saved,
+            self.parameter_bytes + times * parameters,
+            self.copy_bytes + times * copies,
+        )
 
 
 class DataTraffic(NamedTuple):
@@ -215,6 +226,13 @@ def _cut(
     )
 
 
+def by_cut(layout: Layout) -> tuple[Any, ...]:
+    """Order layouts by how layers are cut, then by microbatch size: layers of other sizes have the
+    same program, which is kept for as long as they are priced in a row."""
+    shape = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    return *shape, astuple(layout.cuts), layout.microbatch_size
+
+
 def cut_of(layout: Layout) -> Layout:
     """Keep the fields of a layout that a layer's work depends on."""
     shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
@@ -324,6 +342,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
     a stage alone counts it twice, as the input that it receives and as a copy."""
     cost = stage_cost(kind, prices)
+    some_bytes(kind, prices)  # is asked for later, and known as long as ``cost`` is
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
     size, one = kind.layout.microbatch_size, unchecked(kind.layout, microbatch_size=1)
     whole = graph_of(kind._replace(layout=one), prices.costs)
@@ -350,6 +369,22 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
+
+
+@lru_cache(maxsize=65536)
+def some_bytes(kind: StageKind, prices: Prices) -> tuple[float, ...]:
+    """Return the bytes of a stage of a layer or two: parameters, held per microbatch, the most that
+    an action adds, and the least that a backward adds."""
+    cost = stage_memory(kind, prices)
+    live = {action: of[0][1] for action, of in cost.actions.items()}
+    copies = live["F"].left.get(WEIGHTS, 0.0)
+    left = {
+        action: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for action, of in live.items()
+    }
+    held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
+    rises = [sum(of.rise.values()) - held * (action == "F") for action, of in live.items()]
+    least = live["I" if kind.split else "B"].rise.get(ROLES["activation"], 0.0)
+    return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
 
 
 @lru_cache(maxsize=4096)
@@ -410,9 +445,9 @@ def _traffic(
 @lru_cache(maxsize=4096)
 def _moments(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
-) -> frozenset[tuple[int, int]]:
+) -> tuple[tuple[int, int], ...]:
     """Return pairs (most microbatches alive, stages that already hold gradients) of the first rank,
-    taken right after its forwards."""
+    taken right after its forwards, without those that have no more of either than another."""
     alive, reduced, found = 0, set[int](), dict[int, int]()
     for kind, stage, _ in schedule.row(name, pp, 0, stages_per_rank, num_microbatches):
         alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free some: count as freed
@@ -420,4 +455,9 @@ def _moments(
             reduced.add(stage)
         elif kind == "F":
             found[len(reduced)] = max(alive, found.get(len(reduced), 0))
-    return frozenset((most, count) for count, most in found.items())
+    most, kept = -1, list[tuple[int, int]]()
+    for count in sorted(found, reverse=True):
+        if found[count] > most:  # else another moment has as many of both
+            most = found[count]
+            kept.append((most, count))
+    return tuple(kept)

@@ -69,7 +69,21 @@ def corrections(
     """Return the corrections of the prices of a stage's tasks. ``blocks``: the stage's, by piece
     and direction. ``hooks``: of FSDP2 around each layer, as of ``hooks_of``. ``recompute``: one
     word per layer."""
-    again = _measured_again(blocks, {*recompute} - {"none"}, prices)
+    words = frozenset({*recompute} - {"none"})
+    key = tuple(blocks.items()), hooks, words
+    stretch, factors, again = prices.once(key, lambda: _factors(blocks, prices, hooks, words))
+    return Corrections(factors, pieces, stretch, recompute if again else ())
+
+
+def _factors(
+    blocks: Mapping[tuple[Piece, str], Block],
+    prices: Prices,
+    hooks: tuple[float, float],
+    words: frozenset[Recompute],
+) -> tuple[Mapping[Piece, float], Factors, bool]:
+    """Return how much products slow down, and the factor of each block; also of those measured with
+    a recomputation of ``words``, and whether there are any."""
+    again = _measured_again(blocks, words, prices)
     blocks = {**blocks, **again}
     device = device_of(prices.costs.cluster, prices.costs.lowering)
     tasks = {key: _tasks(block, device) for key, block in blocks.items()}
@@ -86,7 +100,7 @@ def corrections(
         )
         for (piece, direction), block in blocks.items()
     }
-    return Corrections(factors, pieces, stretch, recompute if again else ())
+    return stretch, factors, bool(again)
 
 
 def _measured_again(
@@ -153,6 +167,7 @@ def _grown(op: Op, other: Op, by: int, of: int) -> Op:
     return msgspec.structs.replace(op, **more)
 
 
+@lru_cache(maxsize=4096)
 def beside_of(inside: Layout, prices: Prices) -> Beside | None:
     """Return how data-parallel messages and other work slow each other down within a pipeline rank.
     If they leave the host, they share their links with other messages that do, as experts' over

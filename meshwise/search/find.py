@@ -108,9 +108,9 @@ def find(
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
     about = (model, workload.seq_len, prices, within)
-    found = [[*_ladders(layout, *about)] for layout in layouts]
-    ladders = [ladder for of_layout in found for ladder in of_layout]
-    if outside := found.count([]):
+    found = {each: [*_ladders(each, *about)] for each in sorted(layouts, key=bound.by_cut)}
+    ladders = [ladder for layout in layouts for ladder in found[layout]]
+    if outside := [*found.values()].count([]):
         removed.append(Removal(constraint=f"cut or recomputed {OUTSIDE}", count=outside))
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
@@ -277,7 +277,8 @@ def _with_uneven(
     memory that is smaller by what it lacks, among those of its rows, until there is one."""
     limit, lacks = prices.costs.cluster.usable_bytes, dict[inter_op_stages.Rows, float]()
     ranked, known = list(uniform), {each.layout for each in uniform}
-    frames = inter_op_stages.frames(model, workload, prices, num_devices, within)
+    cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
+    frames = inter_op_stages.frames(model, workload, prices, num_devices, within, cutoff_s)
     for _ in range(_ROUNDS):
         cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
         chosen = inter_op_stages.layouts(frames, limit, lacks, cutoff_s)
@@ -382,15 +383,13 @@ def _nearest(
         for _, alike in groupby(ladder, key=lambda rung: rung.layers):
             together[len(layouts)] = tuple(alike)
             layouts += together[len(layouts)]
+    found, tell = _just_beyond(model, workload, prices, layouts, limit), _Progress()
+    near = found is not None and found[2].total_bytes < _NEAR[-1][1] * limit
     waiting = [
         (bound.memory_bytes(*about, layout, prices, others), 0, number)
-        for number, (layout, *others) in together.items()
+        for number, (layout, *others) in (together.items() if not near else ())
     ]
     heapify(waiting)
-    found = _just_beyond(model, workload, prices, layouts, limit)
-    tell = _Progress()
-    if found is not None and found[2].total_bytes < _NEAR[-1][1] * limit:
-        waiting.clear()
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
         tell("looking for the layout nearest to fitting: %d wait", len(waiting))
         floor, looks, number = heappop(waiting)

@@ -54,6 +54,13 @@ class StageTable(NamedTuple):
     def num_layers(self) -> int:
         return len(self.kind)
 
+    @property
+    def goes_on(self) -> Array:
+        """Whether stages of each kind send a result on, as all but the last do."""
+        found = np.ones(len(self.layers))
+        found[self.kind[:, -1]] = 0.0
+        return found
+
 
 class Problem(NamedTuple):
     """The question put to a table. ``in_flight[s]``: microbatches of a stage with s stages behind
@@ -104,9 +111,33 @@ class Least(NamedTuple):
         return self.sums[-1][-1], self.maxes[-1][-1]
 
 
-class _Cells(NamedTuple):
-    """A stage of each kind on some number of devices; infinite where none fits."""
+class _Quick(NamedTuple):
+    """Some stages of a table: [stage]. ``place``: a number for each kind on so many devices.
+    ``rest_s`` [2, stage]: the least sum and the least max of the layers before."""
 
+    way: Array
+    kind: Array
+    place: Array
+    layers: Array
+    rest_s: Array
+    once_s: Array
+    pace_s: Array
+    resident: Array
+    held: Array
+    slower_s: Array
+    spared: Array
+
+    def below(self, problem: Problem, below_s: float) -> "_Quick":
+        """Return those that may be in a division below another time."""
+        sums, maxes = self.rest_s
+        fast = problem.time_s(self.once_s + sums, np.maximum(self.pace_s, maxes)) < below_s
+        return _Quick(*[of[..., fast] for of in self])
+
+
+class _Cells(NamedTuple):
+    """Stages that fit, with the layers computed again for that: [stage]."""
+
+    place: Array
     way: Array
     once_s: Array
     pace_s: Array
@@ -136,9 +167,10 @@ def divide(
     least_s = problem.time_s(*rest[0].whole)
     if least_s >= cutoff_s:
         return []
+    quick = _quick(table, problem, cutoff_s, rest[0])
     for slack in _SLACKS:
         below_s = min(cutoff_s, slack * least_s)
-        if found := _below(table, problem, rest, below_s):
+        if found := _below(table, problem, rest, below_s, quick.below(problem, below_s)):
             return sorted(found, key=lambda division: division.time_s)
         if below_s == cutoff_s:
             break
@@ -150,18 +182,25 @@ def least(table: StageTable, problem: Problem) -> Least:
     count, ends = table.num_layers, np.arange(problem.num_devices + 1)
     sums, maxes = np.full((2, count + 1, len(ends)), np.inf)
     sums[0, 0] = maxes[0, 0] = 0.0
-    stages = []
-    for size, both in _cells(table, problem, min(problem.in_flight)).items():
-        fit = np.asarray(
-            [end >= size and problem.is_within(end - size, size) for end in ends.tolist()]
-        )
-        for across, cells in enumerate(both):
-            here = ends[fit & ((ends % problem.per_host == 0) == across)]
-            if cells and len(here):
-                once_s = np.min([of.once_s for of in cells], axis=0)
-                seconds = [np.append(of, np.inf)[table.kind] for of in (once_s, cells[0].pace_s)]
-                longest = table.layers[np.isfinite(cells[0].pace_s)].max()
-                stages.append((here, here - size, longest, *seconds))
+    again, fits = _again(table, problem, min(problem.in_flight))
+    fits &= np.isfinite(table.pace_s)
+    more_s, stages = again * table.slower_s, []
+    order = np.argsort(table.devices, kind="stable")
+    sizes, begins = np.unique(table.devices[order], return_index=True)
+    for across in range(2):
+        hops_s = problem.turns * table.hops_s[:, across, None] * table.goes_on
+        seconds = []
+        for each in (table.once_s, table.pace_s):
+            each_s = np.where(fits, each + more_s + hops_s, np.inf)[order]
+            none = np.full((len(sizes), 1), np.inf)  # the last: of no kind
+            seconds.append(np.append(np.minimum.reduceat(each_s, begins), none, axis=1))
+        for size, *both_s in zip(sizes.tolist(), *seconds, strict=True):
+            fit = [end >= size and problem.is_within(end - size, size) for end in ends.tolist()]
+            here = ends[np.asarray(fit) & ((ends % problem.per_host == 0) == across)]
+            may = np.isfinite(both_s[1][:-1])
+            if len(here) and may.any():
+                longest = table.layers[may].max()
+                stages.append((here, here - size, longest, *[each[table.kind] for each in both_s]))
     for stop in range(1, count + 1):
         for here, before, longest, once_s, pace_s in stages:
             of = slice(max(0, stop - longest), stop)
@@ -173,14 +212,15 @@ def least(table: StageTable, problem: Problem) -> Least:
 
 
 def _below(
-    table: StageTable, problem: Problem, rest: list[Least], below_s: float
+    table: StageTable, problem: Problem, rest: list[Least], below_s: float, quick: "_Quick"
 ) -> list[Division]:
     """Go through the divisions below this time, stage by stage from the last. ``rest[n]``: the
-    least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added."""
+    least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added.
+    ``quick``: the stages that may be in them."""
     found = list[Division]()
     states: _States = {(table.num_layers, 0): [_Pair(0.0, 0.0)]}
     for behind, in_flight in enumerate(problem.in_flight):
-        stages = _Stages(table, problem, in_flight, below_s)
+        stages = _Stages(table, problem, in_flight, below_s, quick)
         if behind + 1 == 2 ** len(rest) < len(problem.in_flight) and not problem.exactly:
             fewest = problem._replace(in_flight=problem.in_flight[behind + 1 :])
             rest.append(least(table, fewest))
@@ -232,67 +272,85 @@ class _Stages:
     """The stages that may be in a division below a time, with some microbatches in flight."""
 
     def __init__(
-        self, table: StageTable, problem: Problem, in_flight: float, below_s: float
+        self, table: StageTable, problem: Problem, in_flight: float, below_s: float, of: _Quick
     ) -> None:
         self.table, self.problem = table, problem
-        cells = _cells(table, problem, in_flight)
-        self.sizes = [*cells]
         self.of_kind: dict[tuple[int, bool], dict[int, _Ways]] = {}
         self.known: dict[tuple[int, int, bool], list[tuple[int, _Ways]]] = {}
-        for size, both in cells.items():
-            for across, every in enumerate(both):
+        for across, every in enumerate(_cells(table, problem, in_flight, below_s, of)):
+            columns = _unbeaten(every)
+            places = np.divmod(columns.place, len(table.layers))
+            for size, kind, *way in zip(
+                *[each.tolist() for each in (*places, *columns[1:])], strict=True
+            ):
                 by_kind = self.of_kind.setdefault((size, bool(across)), {})
-                for each in every:
-                    with np.errstate(invalid="ignore"):  # 0 times infinity
-                        fast = np.flatnonzero(problem.time_s(each.once_s, each.pace_s) < below_s)
-                    numbers = [of.tolist() for of in (fast, *[of[fast] for of in each])]
-                    for kind, *of in zip(*numbers, strict=True):
-                        by_kind.setdefault(kind, []).append((of[0], of[1], of[2], of[3]))
+                by_kind.setdefault(kind, []).append((way[0], way[1], way[2], way[3]))
+        self.sizes = sorted({size for size, _ in self.of_kind})
 
     def before(self, stop: int, size: int, end: int) -> list[tuple[int, _Ways]]:
         """Return where stages may start that stop there, on devices up to ``end``, and how."""
         across = end % self.problem.per_host == 0
         found = self.known.get((stop, size, across))
         if found is None:
-            by_kind = self.of_kind[size, across]
+            by_kind = self.of_kind.get((size, across), {})
             kinds = enumerate(self.table.kind[:stop, stop].tolist())
             found = [(start, by_kind[kind]) for start, kind in kinds if kind in by_kind]
             self.known[stop, size, across] = found
         return found
 
 
-def _cells(table: StageTable, problem: Problem, in_flight: float) -> dict[int, list[list[_Cells]]]:
-    """Return, by number of devices, the stages that fit and that no other beats in both seconds:
-    where the next stage is on the same host, and where it is not."""
-    needed = table.resident + in_flight * table.held - problem.limit_bytes
+def _quick(table: StageTable, problem: Problem, below_s: float, rest: Least) -> _Quick:
+    """Return the stages that may be in a division below this time: they and the least of the layers
+    before them, on any of the devices that they leave, take less."""
+    starts, stops = np.nonzero(table.kind >= 0)
+    sizes, at = np.unique(table.devices, return_inverse=True)
+    found = np.full((2, len(table.layers), len(sizes)), np.inf)
+    for least_s, of in zip(found, rest, strict=True):
+        up_to = np.minimum.accumulate(np.asarray(of), axis=1)  # [start, devices at most]
+        left = up_to[starts[:, None], np.maximum(0, problem.num_devices - sizes)]
+        np.minimum.at(least_s, table.kind[starts, stops], left)
+    sums, maxes = np.moveaxis(found[:, :, at], 1, 2)
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        fast = problem.time_s(table.once_s + sums, np.maximum(table.pace_s, maxes)) < below_s
+    way, kind = np.nonzero(fast & (table.layers >= problem.turns))
+    place = table.devices[way] * len(table.layers) + kind
+    rest_s = np.asarray([sums[way, kind], maxes[way, kind]])
+    costs = [each[way, kind] for each in table[4:]]
+    return _Quick(way, kind, place, table.layers[kind], rest_s, *costs)
+
+
+def _again(of: StageTable | _Quick, problem: Problem, in_flight: float) -> tuple[Array, Array]:
+    """Return how many layers stages compute again to fit, and whether they do fit."""
+    needed = of.resident + in_flight * of.held - problem.limit_bytes
     with np.errstate(divide="ignore", invalid="ignore"):
-        again = np.ceil(np.maximum(needed, 0.0) / (in_flight * table.spared) - _SAME)
+        again = np.ceil(np.maximum(needed, 0.0) / (in_flight * of.spared) - _SAME)
     again = np.where(needed > 0, again, 0.0)
-    fits = (again <= table.layers) & (table.layers >= problem.turns)
-    more_s = np.where(fits, again, 0.0) * table.slower_s
-    goes_on = np.ones(len(table.layers))
-    goes_on[table.kind[:, -1]] = 0.0  # the last stage sends nothing
-    found: dict[int, list[list[_Cells]]] = {}
+    fits = (again <= of.layers) & (of.layers >= problem.turns)
+    return np.where(fits, again, 0.0), fits
+
+
+def _cells(
+    table: StageTable, problem: Problem, in_flight: float, below_s: float, of: _Quick
+) -> Iterator[_Cells]:
+    """Yield those of some stages that fit and may be in a division below this time: where the next
+    stage is on the same host, and where it is not."""
+    again, fits = _again(of, problem, in_flight)
+    more_s, (sums, maxes) = again * of.slower_s, of.rest_s
     for across in range(2):
-        hops_s = problem.turns * table.hops_s[:, across, None] * goes_on
-        once_s, pace_s = (
-            np.where(fits, of + more_s + hops_s, np.inf) for of in (table.once_s, table.pace_s)
-        )
-        for size in np.unique(table.devices):
-            ways = np.flatnonzero(table.devices == size)
-            found.setdefault(int(size), []).append([*_peeled(ways, once_s, pace_s, again)])
-    return found
+        hops_s = problem.turns * table.hops_s[of.way, across] * table.goes_on[of.kind]
+        once_s, pace_s = (each + more_s + hops_s for each in (of.once_s, of.pace_s))
+        fast = problem.time_s(once_s + sums, np.maximum(pace_s, maxes)) < below_s
+        yield _Cells(*[each[fits & fast] for each in (of.place, of.way, once_s, pace_s, again)])
 
 
-def _peeled(ways: Array, once_s: Array, pace_s: Array, again: Array) -> Iterator[_Cells]:
-    """Yield, for every kind, the way of least pace, then that of least pace among those with a
-    smaller sum, and so on."""
-    once_s, pace_s = once_s[ways], pace_s[ways].copy()
-    kinds = np.arange(once_s.shape[1])
-    while np.isfinite(pace_s).any():
-        equal = pace_s == pace_s.min(axis=0)
-        best = np.where(equal, once_s, np.inf).argmin(axis=0)
-        once, pace = once_s[best, kinds], pace_s[best, kinds]
-        once[np.isinf(pace)] = np.inf
-        yield _Cells(ways[best], once, pace, again[ways[best], kinds])
-        pace_s[once_s >= once] = np.inf
+def _unbeaten(cells: _Cells) -> _Cells:
+    """Return those that no other at the same place beats in both seconds, the fastest pace first;
+    of equal ones the first way."""
+    order = np.lexsort((cells.way, cells.once_s, cells.pace_s, cells.place))
+    cells = _Cells(*[of[order] for of in cells])
+    number = np.cumsum(np.diff(cells.place, prepend=-1) != 0)
+    # sums by their rank, later places below earlier ones: a running minimum starts anew with each
+    rank = np.unique(cells.once_s, return_inverse=True)[1] - number * (len(order) + 1)
+    least = np.minimum.accumulate(rank)
+    kept = np.diff(least, prepend=1) < 0
+    return _Cells(*[of[kept] for of in cells])

@@ -11,20 +11,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from meshwise import schedule
-from meshwise.models import placement
+from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search import room, space
 from meshwise.search.bound import (
     NOTHING,
     DataTraffic,
     End,
+    by_cut,
     cut_of,
     end_work,
     hooked_s,
@@ -77,6 +78,9 @@ class _Answer(NamedTuple):
         return less and limit_bytes <= self.limit_bytes and cutoff_s <= self.cutoff_s
 
 
+_Priced = tuple[Layout, list[Terms], tuple[float, ...]]  # a way, and as of _terms, _between
+
+
 class Frame(NamedTuple):
     """The stages with so many ``rows`` in a microbatch, and the problems about them: 1F1B of any
     depth, whose ``floor`` it is, then interleaved, depth by depth. ``answers``: the last to each
@@ -102,14 +106,27 @@ class _Asked(NamedTuple):
 
 
 def frames(
-    model: AnyModel, workload: Workload, prices: Prices, num_devices: int, within: Space = ANY
+    model: AnyModel,
+    workload: Workload,
+    prices: Prices,
+    num_devices: int,
+    within: Space = ANY,
+    cutoff_s: float = np.inf,
 ) -> list[Frame]:
-    """Return all frames that have pipelines ``within`` a space, the most promising first."""
+    """Return all frames that may have pipelines ``within`` a space of less than ``cutoff_s``
+    seconds, the most promising first."""
     may = not within.uniform and within.schedule in (None, "1f1b", "interleaved_1f1b")
     rows = space.divisors(workload.global_batch_size) if may else []
     unit = _unit(num_devices, prices.costs.cluster.num_devices_per_host)
     asked = _Asked(model, workload, prices, num_devices, within, unit)
-    found = [_frame(asked, each) for each in rows]
+    problems = {each: [*_problems(asked, each)] for each in rows}
+    ways = {each: _ways(asked, each) for each in rows if problems[each]}
+    every = sorted(chain(*ways.values()), key=by_cut)  # so that layers of all sizes come in a row
+    priced = {way: [*_priced(asked, way)] for way in every}
+    found = [
+        _frame(asked, each, problems[each], [p for way in of for p in priced.pop(way)], cutoff_s)
+        for each, of in ways.items()
+    ]
     return sorted(
         [frame for frame in found if frame is not None],
         key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
@@ -144,14 +161,21 @@ def layouts(
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
-def _frame(asked: _Asked, rows: int) -> Frame | None:
-    """Return a frame, or None if it has no pipelines."""
-    problems = [*_problems(asked, rows)]
-    stages = _stages(asked, _ways(asked, rows)) if problems else None
-    if stages is None:
+def _frame(
+    asked: _Asked,
+    rows: int,
+    problems: list[Problem],
+    priced: Sequence[_Priced],
+    cutoff_s: float,
+) -> Frame | None:
+    """Return a frame, or None if no way to run a stage has a price, or all take ``cutoff_s``."""
+    if not priced:
         return None
-    ways, table = stages
-    return Frame(rows, ways, table, problems, least(table, problems[0]), {})
+    ways, table = _stages(asked, priced)
+    floor = least(table, problems[0])
+    if min([problem.time_s(*floor.whole) for problem in problems]) >= cutoff_s:
+        return None
+    return Frame(rows, ways, table, problems, floor, {})
 
 
 def _unit(num_devices: int, per_host: int) -> int:
@@ -201,25 +225,29 @@ def _ways(asked: _Asked, rows: int) -> list[Layout]:
                 )
                 gains = inside.replicas == 1 and not (inside.zero == 1 == count)
                 wanted = gains and within.has_stage(inside, size, host)
-                if wanted and placement.obstacle(model, workload.seq_len, inside) is None:
+                if wanted and space.obstacle(model, workload.seq_len, inside) is None:
                     found.append(inside)
     return found
 
 
-def _stages(asked: _Asked, ways: Sequence[Layout]) -> tuple[list[Layout], StageTable] | None:
-    """Add up the terms of every stage. Return the ways that have a price and that no other on as
-    many devices beats in all, with their table; None if there are none."""
-    model, workload, prices, num_devices, within, unit = asked
+def _priced(asked: _Asked, way: Layout) -> Iterator[_Priced]:
+    """Yield a way with each word of what it computes again, and its terms; nothing if a part of it
+    was not measured."""
+    model, seq_len, prices = asked.model, asked.workload.seq_len, asked.prices
+    with suppress(ValueError):
+        between = _between(model, asked.workload, way, prices)
+        for word, terms_of in _terms(model, seq_len, way, prices, layer_kinds(model, seq_len)):
+            if asked.within.recompute in (None, "none", word):
+                yield space.unchecked(way, recompute=word), terms_of, between
+
+
+def _stages(asked: _Asked, priced: Sequence[_Priced]) -> tuple[list[Layout], StageTable]:
+    """Add up the terms of every stage. Return the ways that no other on as many devices beats in
+    all, with their table."""
+    model, workload, num_devices = asked.model, asked.workload, asked.num_devices
+    within, unit = asked.within, asked.unit
     kinds = layer_kinds(model, workload.seq_len)
-    order, priced = [*dict.fromkeys(kinds)], list[tuple[Layout, list[Terms], tuple[float, ...]]]()
-    for way in ways:
-        with suppress(ValueError):  # was not measured
-            between = _between(model, workload, way, prices)
-            for word, terms_of in _terms(model, workload.seq_len, way, prices, kinds):
-                if within.recompute in (None, "none", word):
-                    priced.append((space.unchecked(way, recompute=word), terms_of, between))
-    if not priced:
-        return None
+    order = [*dict.fromkeys(kinds)]
     terms, beside = (np.asarray([each[at] for each in priced]) for at in (1, 2))
     devices = np.asarray([way.num_devices // unit for way, *_ in priced])
     kept = _unbeaten(devices, terms, beside)
@@ -273,12 +301,16 @@ def _unbeaten(devices: Array, terms: Array, beside: Array) -> list[int]:
     """Return the ways that no other on as many devices beats in all terms; of equal ones the
     first."""
     worst = terms * (np.ones(len(Terms._fields)) + Terms(spared=-2.0))
-    costs, kept = np.concatenate([worst.reshape(len(terms), -1), beside], axis=1), list[int]()
-    for at in np.lexsort(costs.T[::-1]).tolist():  # none comes before one that beats it
-        rivals = [other for other in kept if devices[other] == devices[at]]
-        if not (costs[rivals] <= costs[at]).all(axis=1).any():
-            kept.append(at)
-    return kept
+    costs = np.concatenate([worst.reshape(len(terms), -1), beside], axis=1)
+    order = np.lexsort(costs.T[::-1])  # none comes before one that beats it
+    kept, costs = np.ones(len(order), bool), costs[order]
+    for size in np.unique(devices):
+        here = np.flatnonzero(devices[order] == size)
+        beats = np.tri(len(here), k=-1, dtype=bool).T  # [of earlier ones, of later ones]
+        for cost in costs[here].T:
+            beats &= cost[:, None] <= cost
+        kept[here] = ~beats.any(axis=0)
+    return order[kept].tolist()  # type: ignore[no-any-return]
 
 
 def _terms(
@@ -366,6 +398,17 @@ def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -
     """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
     the next host; of a step's exchange of a tied embedding; and the bytes of messages and of all
     else that is no layer's."""
+    if not is_tied(model):
+        way = space.unchecked(
+            way, zero=0, replicas=1, ep=1
+        )  # no matter for messages between stages
+    return _passed_on(model, workload, way, prices)
+
+
+@lru_cache(maxsize=4096)
+def _passed_on(
+    model: AnyModel, workload: Workload, way: Layout, prices: Prices
+) -> tuple[float, ...]:
     two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
     costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
     assert op is not None

@@ -58,7 +58,7 @@ def fastest(
     best: Candidate | None = None
     beyond, lacks = dict[Layout, float](), 0.0
     for _ in range(_ROUNDS):
-        chosen = [*placed(model, workload, layout, prices, limit_bytes - lacks)]
+        chosen = dict.fromkeys(placed(model, workload, layout, prices, limit_bytes - lacks))
         for each in [each for each in chosen if each not in beyond]:
             _, peak = memory_of(model, workload, each, prices)
             beyond[each] = max(0.0, peak.total_bytes - limit_bytes)

@@ -18,10 +18,17 @@ from meshwise import schedule
 from meshwise.models import graph, program_of
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.bound import Again, End, again_of, cut_of, layers_of, stages_of
+from meshwise.search.bound import (
+    Again,
+    End,
+    again_of,
+    cut_of,
+    layers_of,
+    some_bytes,
+    stages_of,
+)
 from meshwise.search.predict import images_bytes, in_transit, most_sent
-from meshwise.search.simulate import ROLES, WEIGHTS
-from meshwise.search.stage import Layer, StageKind, stage_memory
+from meshwise.search.stage import Layer, StageKind
 from meshwise.spec import DTYPE_BYTES, AnyModel, Costs, Cuts, LayerKind, Layout, Workload
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 
@@ -165,20 +172,10 @@ def _activity(
     layers = layers_of(end.kinds, again)
 
     def some(of: tuple[Layer, ...], first: bool, last: bool) -> tuple[float, ...]:
-        """Return the bytes of these layers with these ends: parameters, held per microbatch, the
-        most that an action adds, and the least that a backward adds."""
         kinds, words = zip(*of, strict=True)
-        stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
-        cost = stage_memory(stage, prices)
-        live = {kind: of[0][1] for kind, of in cost.actions.items()}
-        copies = live["F"].left.get(WEIGHTS, 0.0)
-        left = {
-            kind: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for kind, of in live.items()
-        }
-        held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
-        rises = [sum(of.rise.values()) - held * (kind == "F") for kind, of in live.items()]
-        least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)
-        return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
+        return some_bytes(
+            StageKind(model, seq_len, kinds, first, last, words, cut, split, hooked=False), prices
+        )
 
     whole = {of: some((of,), end.first, end.last) for of in set(layers)}
     single = {of: some((of,), False, False) for of in set(layers)}

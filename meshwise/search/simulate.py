@@ -161,6 +161,11 @@ class _Clocks:
         else:
             if self.coming or self.shared:
                 self._wait(task, parts)
+            if not self.queue:
+                self.now_s += charge.time_s
+                self._serve(self.beside.speed(task.op, "")[1] * charge.time_s)
+                add(parts, charge.part, charge.time_s)
+                return
             begin_s = self.now_s
             self._compute(charge.time_s, task.op)
             add(parts, charge.part, charge.time_s)

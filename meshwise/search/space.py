@@ -17,6 +17,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from msgspec.structs import force_setattr
@@ -54,7 +55,7 @@ def legal_layouts(
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
         reason = (
             (OUTSIDE if within is not ANY and not within.has(layout, host) else None)
-            or placement.obstacle(model, workload.seq_len, layout)
+            or obstacle(model, workload.seq_len, layout)
             or nothing_gained(layout, host)
             or cannot_run(layout, model, costs)
         )
@@ -65,6 +66,21 @@ def legal_layouts(
         else:
             removed[reason] += 1
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
+
+
+def obstacle(model: AnyModel, seq_len: int, layout: Layout) -> str | None:
+    """Return why a layout is illegal within a pipeline rank, or None. Only its cuts count, which
+    many layouts share."""
+    cuts = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.cuts
+    return _obstacle(model, seq_len, *cuts, layout.microbatch_size)
+
+
+@lru_cache(maxsize=65536)
+def _obstacle(
+    model: AnyModel, seq_len: int, tp: int, cp: int, ep: int, sp: bool, cuts: Cuts, size: int
+) -> str | None:
+    how = {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": sp, "cuts": cuts}
+    return placement.obstacle(model, seq_len, unchecked(Layout(), microbatch_size=size, **how))
 
 
 def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -213,7 +213,15 @@ def pieces_of(kind: StageKind) -> Pieces:
     """Return a function that names the block of a task, as ``Corrections`` does."""
     if "" in forms_of(kind.model, kind.seq_len):
         return lambda task: (task.part, "")
-    return lambda task: piece_of(task, kind.layers)
+    known: dict[str, Piece] = {}
+
+    def piece(task: Task) -> Piece:
+        found = known.get(task.name)
+        if found is None:
+            found = known[task.name] = piece_of(task, kind.layers)
+        return found
+
+    return piece
 
 
 def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
@@ -229,7 +237,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     moe = getattr(kind.model, "experts", None)
     linear = moe is None or moe.load == "mean"  # a percentile is not linear
     of_any = _of_any_size(kind.layout) if linear else kind.layout
-    known = forms(shorter._replace(layout=of_any), several, prices)
+    known = forms(shorter._replace(layout=of_any, hooked=True), several, prices)
     if not known or (size not in known[0].ops and len(known[0].ops) < 2):
         program = program_of(
             graph_of(shorter, prices.costs),

@@ -237,6 +237,25 @@ def test_a_layer_measured_recomputed_is_its_time_in_plans(costs, word):
     assert 2 * known.time_s == pytest.approx(again["before"], rel=0.03)
 
 
+def test_what_is_priced_once_is_noted_each_time(costs):
+    prices, asked = Prices(costs), list[Block]()
+    block = Block(
+        part="layer", model=MODEL, microbatch_size=2, seq_len=1024, tp=4, sequence_parallel=True
+    )
+
+    def factor():
+        asked.append(block)
+        return factor_of(prices, block)
+
+    found = []
+    for _ in range(2):
+        prices.begin()
+        found.append((prices.once("this block", factor), [*prices.notes], prices.tier))
+    first, again = found
+    assert first == again and first[1] and first[2] == "transferred"
+    assert asked == [block]
+
+
 def test_the_nearest_measured_degree_stands_in(costs):
     prices = Prices(costs)
     block = Block(

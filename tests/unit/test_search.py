@@ -219,6 +219,19 @@ def test_why_layouts_are_no_candidates(costs):
     assert any(r.constraint.startswith("zbv splits the backward, which comp") for r in removed)
 
 
+@pytest.mark.parametrize("model", [MODEL, *EXPERTS.values()], ids=["dense", *EXPERTS])
+def test_only_its_cuts_make_a_layout_illegal_within_a_rank(costs, model):
+    model = msgspec.structs.replace(model, heads=12, hidden=960)
+    within = space.shared(2, 1, 4, True), space.shared(8, 1, 1, True), space.shared(2, 2, 2, True)
+    for layout in itertools.chain(*within):
+        for size, count, schedule_name in ((1, 4, "none"), (3, 2, "1f1b")):
+            other = space.unchecked(
+                layout, microbatch_size=size, num_microbatches=count, schedule=schedule_name
+            )
+            expected = models.placement.obstacle(model, 512, other)
+            assert space.obstacle(model, 512, other) == expected
+
+
 def test_replicas_are_for_several_hosts(costs):
     one, removed = legal_layouts(MODEL, WORKLOAD, costs, 4)
     assert {layout.replicas for layout in one} == {1}
