@@ -11,7 +11,7 @@ from meshwise import store
 from meshwise.spec import Sample
 from tests.hosts.conftest import PATIENCE_S, end
 
-GPT = ("run", "--model", "gpt-30m", "--layout", '{"dp": 2, "pp": 2, "num_microbatches": 2}',
+GPT = ("run", "--model", "gpt-30m", "--layout", '{"dp": 2, "pp": 2, "num_microbatches": 2, "schedule": "1f1b"}',
        "--seq-len", "64", "--global-batch-size", "4", "--steps", "2")  # fmt: skip
 REFIT = ("refit", "--refit-mode", "non-collocated", "--tensor-model-parallel-size", "2",
          "--rl-inference-tensor-model-parallel-size", "2", "--refit-method", "gloo",
@@ -25,7 +25,7 @@ def _samples(folder: Path, verb: str) -> dict[str, Sample]:
 
 
 def _measure(kinds: str, sizes: str) -> tuple[str, ...]:
-    return ("measure", "collectives", kinds, "--sizes", sizes)
+    return ("measure", "collectives", kinds, "--sizes", sizes, "--as-measured")
 
 
 def test_two_hosts_measure_what_one_measures(hosts, tmp_path):

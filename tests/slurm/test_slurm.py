@@ -8,7 +8,8 @@ from pathlib import Path
 from meshwise import store
 
 ELSEWHERE = ("--launcher", "slurm", "--nodes", "2", "--nproc-per-node", "2")
-COLLECTIVES = ("measure", "collectives", "all_reduce", "all_to_all", "--sizes", "1K,4K")
+COLLECTIVES = ("measure", "collectives", "all_reduce", "all_to_all", "--sizes", "1K,4K",
+               "--as-measured")  # fmt: skip
 
 
 def _runs(folder: Path, verb: str) -> list[Path]:
