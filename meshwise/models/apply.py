@@ -13,14 +13,17 @@ A pipeline stage's backward may be split into I (all but the weights' gradients)
 FSDP2's hooks ignore this split: all weights are gathered before I, and freed and reduced after W.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from meshwise.models import optimizer
 from meshwise.models.data_parallel import EXPERTS, DataParallel, UnitElements, summed
-from meshwise.models.graph import BYTES, Device, Graph, Node, Tensor, operation
+from meshwise.models.graph import BYTES, Device, Graph, Node
+from meshwise.models.optimizer import OwnPart
 from meshwise.models.shard import Buffer, Sharded, Task, shard
 from meshwise.spec import Layout, Recipe
 
@@ -62,7 +65,8 @@ class Program(NamedTuple):
     ``gathered``: elements of all weights that this rank gathers. A buffer lives from its first
     writer to its last reader; ``kept`` buffers live to the end of the step. ``sum_over``: ranks
     in the two sums of gradients at the end of the step (``UnitElements.due``). ``recipe``: with
-    the dtypes in which weights are kept and gradients are reduced.
+    the optimizer and the dtypes in which weights are kept and gradients are reduced.
+    ``scratch_bytes``: what the optimizer allocates while it updates.
     """
 
     tasks: tuple[Task, ...]
@@ -74,8 +78,8 @@ class Program(NamedTuple):
     gathered: int = 0
     units: Mapping[str, UnitElements] = {}
     sum_over: tuple[int, int] = (1, 1)
-    optimizer: tuple[Node, ...] = ()
     recipe: Recipe = Recipe()
+    scratch_bytes: int = 0
 
 
 def program_of(
@@ -100,7 +104,9 @@ def program_of(
     """
     over = (split, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     parts = (_idle_parts if idle else _parts)(graph, *over)
-    recipe = (recipe if dtype == "bf16" else None) or Recipe()
+    recipe = recipe or Recipe()
+    if dtype != "bf16":
+        recipe = replace(recipe, weights="fp32", reduce="fp32")
     data = DataParallel(layout, parts.members, dtype, parts.sharded, device, recipe)
     weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
     for microbatch in range(layout.num_microbatches):
@@ -115,7 +121,6 @@ def program_of(
         loops=tuple(weave.loops),
         units={unit: data.unit(unit) for unit in parts.members},
         sum_over=data.sum_over,
-        optimizer=tuple(node for node in graph.nodes if node.phase == "optimizer"),
         recipe=recipe,
     )
     return repeated(found, times or {})
@@ -193,18 +198,24 @@ def repeated(program: Program, times: Mapping[int, int]) -> Program:
     count = {f"layers.{index}": number for index, number in times.items()}
     held = [(of, count.get(_layer_of(unit), 1)) for unit, of in program.units.items()]
     local = sum(of.keeps * number for of, number in held)
-    recipe, size = program.recipe, BYTES[program.recipe.weights] * local
-    ends = [
-        _optimizer_task(node, size)
-        for node in program.optimizer
-        if node.kind != "grad_norm" or recipe.max_grad_norm
-    ]
-    for at, ranks in enumerate(program.sum_over):
-        ends[:0] = summed(sum(of.due[at] * number for of, number in held), ranks, recipe)
+    recipe, size = program.recipe, BYTES[program.recipe.weights]
+    shares, tasks = Counter[OwnPart](), [*program.tasks[: (done := program.actions[-1].stop)]]
+    for of, number in held:
+        for share in of.shares:
+            shares[share] += number
+    for at, ranks in reversed([*enumerate(program.sum_over)]):
+        tasks += summed(sum(of.due[at] * number for of, number in held), ranks, recipe)
+    loops = [loop._replace(times=count[loop.layer]) for loop in program.loops if loop.stop <= done]
+    for task, turns in optimizer.update(recipe, shares):
+        if turns > 1:
+            loops.append(Loop(len(tasks), len(tasks) + 1, turns, "", "", ""))
+        tasks.append(task)
+    states = size * optimizer.state_elements(recipe, shares)
     return program._replace(
-        tasks=(*program.tasks[: program.actions[-1].stop], *ends),
-        resident_bytes={"parameters": size, "optimizer state": 2 * size},
-        loops=tuple([loop._replace(times=count[loop.layer]) for loop in program.loops]),
+        tasks=tuple(tasks),
+        resident_bytes={"parameters": size * local, "optimizer state": states},
+        scratch_bytes=size * optimizer.scratch_elements(recipe, shares),
+        loops=tuple(loops),
         gathered=sum(of.gathers * number for of, number in held),
     )
 
@@ -230,12 +241,6 @@ def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> 
 
 def _layer_of(unit: str) -> str:
     return unit.removesuffix(EXPERTS)
-
-
-def _optimizer_task(node: Node, parameter_bytes: int) -> Task:
-    local = Tensor("local", ("elements",), "fp32", "parameter")
-    op = operation(node, [local], [], {"elements": parameter_bytes // BYTES["fp32"]})
-    return Task(node.name, op, "compute", node.part, node.phase, (), ())
 
 
 class _Parts(NamedTuple):

@@ -43,18 +43,13 @@ REPEATED = ("heads", "top_k")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
-    """Append the backward and optimizer nodes to a forward graph. ``recompute``: one word per
+    """Append the backward nodes to a forward graph. ``recompute``: one word per
     layer; () recomputes nothing."""
     step = _Backward(graph, recompute)
     for node in reversed(graph.nodes):
         step.differentiate(node)
-    weights = tuple(tensor.name for tensor in graph.parameters())
-    optimizer = [
-        Node(name, name, weights, (), "optimizer", 0, "optimizer")
-        for name in ("grad_norm", "adamw")
-    ]
-    gradients = {name: step.gradient_of[name] for name in weights}
-    return Graph(graph.sizes, step.tensors, (*step.nodes, *optimizer), gradients)
+    gradients = {each.name: step.gradient_of[each.name] for each in graph.parameters()}
+    return Graph(graph.sizes, step.tensors, tuple(step.nodes), gradients)
 
 
 # Forward tensors that an input's gradient reads: indices of the node's inputs, and of its outputs.

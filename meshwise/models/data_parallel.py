@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models.graph import BYTES, Device, elementwise
+from meshwise.models.optimizer import OwnPart
 from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task
 from meshwise.spec import Collective, Layout, Op, Recipe
 
@@ -51,11 +52,13 @@ def _groups(layout: Layout, unit: str) -> _Groups:
 
 class UnitElements(NamedTuple):
     """Elements of a unit that this rank ``keeps`` and ``gathers``. ``due``: elements of gradients
-    to sum at the end of the step, over tp, and over tp and the data ranks."""
+    to sum at the end of the step, over tp, and over tp and the data ranks. ``shares``: its part of
+    each parameter."""
 
     keeps: int
     gathers: int
     due: tuple[int, int]
+    shares: tuple[OwnPart, ...]
 
 
 def summed(elements: int, ranks: int, recipe: Recipe) -> list[Task]:
@@ -85,7 +88,7 @@ class DataParallel:
     ) -> None:
         self.device, self.weights_dtype, self.reduce_dtype = device, recipe.weights, recipe.reduce
         self.weight_bytes, self.reduce_bytes = BYTES[recipe.weights], BYTES[recipe.reduce]
-        self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
+        self.layout, self.dtype, self.over_tp, self.members = layout, dtype, over_tp, members
         self.groups = {unit: _groups(layout, unit) for unit in members}
         together = over_tp.partial - over_tp.apart if layout.tp_sums == "together" else frozenset()
         last = over_tp.partial - together if layout.tp_sums != "first" else frozenset()
@@ -127,7 +130,19 @@ class DataParallel:
         """Return the elements of a unit."""
         unseen = self.unseen_elements[unit]
         kept = self.shard_elements[unit] + unseen
-        return UnitElements(kept, self.padded(unit), (self.last_elements[unit], unseen))
+        due, shares = (self.last_elements[unit], unseen), tuple(self._shares(unit))
+        return UnitElements(kept, self.padded(unit), due, shares)
+
+    def _shares(self, unit: str) -> Iterator[OwnPart]:
+        """Yield this rank's part of each parameter; ranks next to each other share what tp cuts."""
+        of = self.groups[unit]
+        for name in self.members[unit]:
+            local, whole = self.over_tp.shapes[name], self.over_tp.whole[name]
+            cuts = [(0, of.shards, of.stride)] if of.shards > 1 else []
+            for dim, (part, size) in enumerate(zip(local, whole, strict=True)):
+                if part < size:
+                    cuts.append((dim, -(-size // part), 1))
+            yield OwnPart((-(-local[0] // of.shards), *local[1:]), tuple(cuts))
 
     def begin(self, kind: str, microbatch: int) -> None:
         self.era = f"{'forward' if kind == 'F' else 'backward'}{microbatch}"

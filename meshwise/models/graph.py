@@ -86,10 +86,6 @@ class Graph:
 BYTES = dict(DTYPE_BYTES, int64=8, int32=4, bool=1)
 ELEMENTWISE = frozenset(get_args(ElementwiseKind))  # other kinds are priced as copies
 
-# Bytes read and written per parameter: AdamW reads weight, gradient and both moments and writes
-# all but the gradient; clipping reads the gradients for the norm, then reads and writes them.
-OPTIMIZER_BYTES = {"adamw": (16, 12), "grad_norm": (8, 4)}
-
 
 def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
     return prod([sizes[dim] for dim in tensor.dims])
@@ -159,10 +155,6 @@ def operation(
         return gemm(m, n, k, left.dtype, wgrad and not forward, forward, groups, batched)
     if node.kind == "convolution":
         return _convolution(node, inputs, outputs[0], sizes)
-    if node.kind in OPTIMIZER_BYTES:  # float32 masters, whatever the compute dtype
-        elements = sum(num_elements(tensor, sizes) for tensor in inputs)
-        read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
-        return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
     if node.kind == "move":  # a second kernel sets padding rows to zero
         pads = "room" in outputs[0].dims and "room" not in inputs[0].dims

@@ -65,14 +65,16 @@ class Buffer(Struct, frozen=True, gc=False):
 class Sharded(NamedTuple):
     """The tasks of each node on one tp rank (its collectives, then itself), and their buffers.
 
-    ``shapes``: shape of this rank's part of each parameter, as in the module. ``partial``:
-    parameters whose gradients are partial sums over tp; ``DataParallel`` completes the sums.
+    ``shapes``: shape of this rank's part of each parameter, as in the module; ``whole``: of all of
+    it. ``partial``: parameters whose gradients are partial sums over tp; ``DataParallel`` completes
+    the sums.
     ``apart``: the experts' parameters, if ranks hold different experts.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
     buffers: dict[str, Buffer]
     shapes: dict[str, tuple[int, ...]]
+    whole: dict[str, tuple[int, ...]]
     partial: frozenset[str]
     apart: frozenset[str] = frozenset()
 
@@ -89,8 +91,7 @@ def shard(
     """Return one rank's share of ``graph``. The rank is one of ``tp`` ranks, in a group of ``ep``,
     and number ``cp_rank`` (by default the busiest) of ``cp`` ranks that share sequences."""
     walk = _Walk(graph, tp, cuts, ep, cp, cp_rank, device)
-    nodes = [node for node in graph.nodes if node.phase != "optimizer"]
-    tasks = tuple((node, tuple(walk.tasks(node))) for node in nodes)
+    tasks = tuple((node, tuple(walk.tasks(node))) for node in graph.nodes)
     shapes = {
         tensor.name: module_shape(tensor, walk.cut.local(walk.parameters.get(tensor.name, WHOLE)))
         for tensor in graph.parameters()
@@ -102,7 +103,8 @@ def shard(
     )
     divided = walk.cut.expert_ranks > 1
     apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and divided)
-    return Sharded(tasks, walk.buffers, shapes, partial, apart)
+    whole = {tensor.name: module_shape(tensor, graph.sizes) for tensor in graph.parameters()}
+    return Sharded(tasks, walk.buffers, shapes, whole, partial, apart)
 
 
 class _Walk:

@@ -79,6 +79,11 @@ class PlanOptions(Options):
         "Also compare this layout with the plan, JSON or a file of it as for --layout: whether it "
         "is legal, fits, and in which parts of the step it loses; may be repeated."
     )
+    refit_to: File | None = None
+    (
+        "Also say what it costs to move the weights to this plan, as one of inference: plan.json. "
+        "Of dense GPTs."
+    )
     what_if: bool = False
     (
         "Also search with 10 GB more memory a device, twice the network, twice the links within a "

@@ -4,7 +4,17 @@ from collections.abc import Callable, Sequence
 
 from meshwise.pages.table import ABSENT, Column, Table, filled, listed, percent
 from meshwise.pages.tables import batch, rate_unit
-from meshwise.spec import DeviceCount, Difference, Goodput, Plan, TieRun, Varying, WhatIf, WhyNot
+from meshwise.spec import (
+    DeviceCount,
+    Difference,
+    Goodput,
+    Plan,
+    RefitCost,
+    TieRun,
+    Varying,
+    WhatIf,
+    WhyNot,
+)
 from meshwise.units import format_bytes, format_count, format_seconds
 
 
@@ -18,6 +28,7 @@ def of(chosen: Plan) -> list[Table]:
         *filled(_ties(answers.ties), _what_if(chosen, answers.what_if)),
         *filled(_varying(answers.varying), _sizes(chosen)),
         *([_goodput(answers.goodput)] if answers.goodput else []),
+        *([_refit(answers.refit)] if answers.refit else []),
         *filled(_bills(chosen)),
     ]
 
@@ -58,6 +69,16 @@ def _goodput(found: Goodput) -> Table:
         f"{saved} after each {each} of work, which is best, and {again} for a restart."
     )
     return Table("Goodput", (), (), (said,))
+
+
+def _refit(found: RefitCost) -> Table:
+    said = (
+        f"Moving the weights to {found.layout.name} takes {format_seconds(found.predicted_s)} or "
+        f"more: {format_bytes(found.wire_bytes)} between ranks, {format_bytes(found.max_in_bytes)} "
+        f"into the busiest, {format_bytes(found.local_bytes)} within ranks, at {found.rate}. No "
+        f"way takes less than {format_seconds(found.bound_s)} ({found.binding})."
+    )
+    return Table("Refit", (), (), (said,))
 
 
 def _sizes(chosen: Plan) -> Table:

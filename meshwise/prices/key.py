@@ -45,7 +45,9 @@ Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # name, an
 Role = Callable[[Any, str, Cluster], tuple[Mark, ...]]
 
 NO_SIZES: dict[str, Any] = {"name": "", "layers": 1, "max_seq_len": 2**20}  # not a layer's sizes
-ONE_KERNEL = ("copy", "add", "mul", "cast", "adamw", "grad_norm", "h2d", "d2h")
+ONE_KERNEL = (
+    "copy", "add", "mul", "cast", "adamw", "sgd", "adafactor", "grad_norm", "h2d", "d2h",
+)  # fmt: skip
 
 
 class How(NamedTuple):

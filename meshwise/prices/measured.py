@@ -80,7 +80,7 @@ APART = {
     "storage": 0.1, "scaling": 0.1, "dtype": 0.25, "direction": 0.3, "backend": 1.0, "regime": 1.0,
     "in_place": 0.25, "lowering": 0.3, "op": 0.5, "causal": 0.5, "head_dim_v": 0.5, "kv_heads": 0.5,
     "groups": 1.0, "batched": 0.5, "window": 1.0, "group": 1.0, "product": 0.3, "kernel": 0.5,
-    "stride": 0.5, "host": 0.5,
+    "stride": 0.5, "host": 0.5, "update": 0.35,
 }  # fmt: skip
 # Of collectives: on 4 H200 the smallest take 25 to 28 us in torch and 18 to 19 in nccl-tests, those
 # of 4 GiB the same. Equal splits beside none (PARAM, tests/data/param_h200x4): 8 % apart in the
@@ -178,7 +178,7 @@ class Prices(Noted):
         price = self.known[other.category]
         found = _unsure(self._at(price, op, other, own=False), price)
         said = f"{key.name} was not measured: {other.name} stands in"
-        if isinstance(op, Elementwise) and op.kind != "copy":
+        if isinstance(op, Elementwise) and op.kind not in ("copy", "sgd"):
             said = AS_COPIES
         note = f"{said}; {found.note}" if found.note else said
         return Estimate(found.time_s, found.error + apart, "transferred", note)
@@ -263,6 +263,8 @@ class Prices(Noted):
         if name == "op" and {mine, theirs} == {"all_to_all", "all_to_all_v"}:
             return COLLECTIVES_APART["splits"]
         if name == "op":
+            if (mine, theirs) == ("sgd", "adamw"):
+                return APART["update"]
             copies = isinstance(op, Elementwise) and op.kind not in ("h2d", "d2h")
             return APART["op"] if copies and theirs == "copy" else math.inf
         if isinstance(op, Collective) and name in COLLECTIVES_APART:

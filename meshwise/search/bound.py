@@ -28,6 +28,7 @@ from msgspec.structs import astuple
 from meshwise import schedule
 from meshwise.models import ENTRY, program_of
 from meshwise.models.graph import num_bytes
+from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
@@ -178,7 +179,8 @@ def memory_bytes(
     """Return a lower bound of the peak memory of ``layout`` and of ``others``, which differ from it
     only in recomputation."""
     ranks = _ranks(model, seq_len, layout, prices, others)
-    state = 3 * ranks.first.parameter_bytes / layout.shards
+    kept = 1 + WHOLE_STATES[prices.costs.recipe.optimizer]
+    state = kept * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
     whole = layout.zero < 2 and layout.num_microbatches > 1  # added up before they are reduced
     added = prices.costs.recipe.widening

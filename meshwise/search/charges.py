@@ -235,7 +235,7 @@ def spent_on(task: Task) -> str:
         return SHARING
     if _is_over_data(task):
         return MESSAGES[2]
-    if isinstance(task.op, Collective):
+    if isinstance(task.op, Collective) and task.phase != "optimizer":
         to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
         return MESSAGES[to_experts]
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"

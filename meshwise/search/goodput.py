@@ -18,6 +18,7 @@ which is about sqrt(2 C M) for short checkpoints (Young 1974).
 import math
 
 from meshwise.models import num_parameters
+from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.prices.datasheet import attainable
 from meshwise.spec import DTYPE_BYTES, AnyModel, Cluster, Goodput, Recipe
 
@@ -25,8 +26,9 @@ _LEAST = 1e-9  # of a goodput, so that times over it are numbers
 
 
 def state_bytes(model: AnyModel, recipe: Recipe) -> int:
-    """Return the bytes of all parameters, each with its two moments."""
-    return 3 * DTYPE_BYTES[recipe.weights] * num_parameters(model)
+    """Return the bytes of all parameters and of the states that are as large."""
+    each = DTYPE_BYTES[recipe.weights] * (1 + WHOLE_STATES[recipe.optimizer])
+    return each * num_parameters(model)
 
 
 def goodput(

@@ -24,6 +24,7 @@ import numpy as np
 
 from meshwise import schedule
 from meshwise.models import placement
+from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
@@ -216,12 +217,13 @@ class PartTable:
         each, once = (sent_s, 0.0) if inside.zero >= 2 else (0.0, sent_s)
         gathered = work.copy_bytes if inside.zero == 3 else 0.0
         adds_up = inside.zero < 2 and inside.num_microbatches > 1  # before they are reduced
-        added = self.prices.costs.recipe.widening
+        recipe = self.prices.costs.recipe
+        kept, added = 1 + WHOLE_STATES[recipe.optimizer], recipe.widening
         return np.asarray(
             Cost(
                 pace_s=work.both_s + copies_s + each,
                 once_s=spent.optimizer.time_s / shards + once,  # with sums over tp
-                resident=3 * size / shards + size * (added if adds_up else 1 / shards)
+                resident=kept * size / shards + size * (added if adds_up else 1 / shards)
                 + work.copy_bytes - gathered,
                 held=work.saved_bytes,
                 transient=spent.actions["B"][0][1].rise.get(ROLES["activation"], 0.0) + gathered,

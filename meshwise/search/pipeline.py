@@ -8,7 +8,8 @@ data-parallel traffic have ended. If the rank holds one end of a tied embedding,
 the gradient of the other end. The rank that ends last sets the step time.
 
 Memory of a rank: resident bytes, plus the bytes that the actions of its row leave alive, plus the
-bytes that the current action adds while it runs.
+bytes that the current action adds while it runs. After all actions come the second gradient of a
+tied embedding, and then what the optimizer allocates.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ from meshwise.search.simulate import (
 from meshwise.search.stage import StageCost
 from meshwise.spec.layout import SPLIT
 
-BUBBLE = "pipeline bubble"
+BUBBLE, SCRATCH = "pipeline bubble", "optimizer scratch"
 _UNKNOWN = Live({}, {})
 
 
@@ -246,16 +247,18 @@ def peak_memory(
         # Bytes that actions leave add up. A stage's gathered weights replace its earlier ones.
         after = np.cumsum(left[row] + weights[row] - weights[before])
         during = np.append(0.0, after[:-1]) - weights[before] + rise[row]
-        everything = np.append(during, after[-1] + exchange_bytes)
-        everything += moving_bytes * moving[rank]
+        beside = moving_bytes * moving[rank]
+        scratch = sum(cost.scratch for cost in mine)
+        beside[-1] = max(beside[-1] + exchange_bytes, scratch)  # messages have ended
+        everything = np.append(during, after[-1]) + beside
         at = int(everything.argmax())
         resident = sum(sum(cost.resident.values()) for cost in mine)
-        peaks.append((resident + float(everything[at]), rank, at))
-    _, rank, at = max(peaks, key=lambda peak: peak[0])
+        in_update = at == len(row) and beside[-1] == scratch
+        role = SCRATCH if in_update else ROLES["communication"]
+        peaks.append((resident + float(everything[at]), rank, at, role, float(beside[at])))
+    _, rank, at, role, size = max(peaks, key=lambda peak: peak[0])
     parts = _parts_at(stages, times, lives, rank, at)
-    if at == len(times.rows[rank]):
-        add(parts, ROLES["communication"], exchange_bytes)
-    add(parts, ROLES["communication"], moving_bytes * int(moving[rank][at]))
+    add(parts, role, size)
     return rank, Peak(sum(parts.values()), parts)
 
 

@@ -29,7 +29,16 @@ from meshwise.search.bound import (
 )
 from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.stage import Layer, StageKind
-from meshwise.spec import DTYPE_BYTES, AnyModel, Costs, Cuts, LayerKind, Layout, Workload
+from meshwise.spec import (
+    DTYPE_BYTES,
+    AnyModel,
+    Costs,
+    Cuts,
+    LayerKind,
+    Layout,
+    Recipe,
+    Workload,
+)
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
@@ -110,10 +119,10 @@ def _of_ranks(
                 each[0] if len(each) == 1 else Activity(*map(max, zip(*each, strict=True)))
             )
             of.append(_holding(model, layout, end, most_active, prices.costs))
-        lasting, gradients, held, single, action, waits, *least = np.asarray(of).T
+        lasting, gradients, scratch, held, single, action, waits, *least = np.asarray(of).T
         lasts, low = lasting.sum(), 0.0
         during = (states @ np.concatenate([gradients, held, single, action, waits])).max()
-        high = lasts + max(during, gradients.sum() + exchanged)
+        high = lasts + max(during, gradients.sum() + max(exchanged, scratch.sum()))
         if not split:
             during = (early @ np.concatenate([gradients, *least])).max()
             low = lasts + during - 3 * _ROUNDING * model.layers
@@ -124,15 +133,18 @@ def _of_ranks(
 def _holding(
     model: AnyModel, layout: Layout, end: End, of: Activity, costs: Costs
 ) -> tuple[float, ...]:
-    """Return the bytes of a stage: lasting through the step, gradients, then the terms of the upper
+    """Return the bytes of a stage: lasting through the step, gradients, what the optimizer
+    allocates at most, then the terms of the upper
     and of the lower bound. Upper: held per microbatch, held by one layer, added by an action,
     gradients that wait for the end of a backward. Lower: held per microbatch, added by a backward,
     gradients that wait. FSDP2 gathers one unit ahead of its use."""
     shards = layout.shards if layout.zero else 0
-    of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
-    dtypes = (costs.dtype, costs.recipe.weights, costs.recipe.reduce)
+    recipe = costs.recipe
+    plain = Recipe(optimizer=recipe.optimizer)  # in float32
+    of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards, plain)
+    dtypes = (costs.dtype, recipe.weights, recipe.reduce)
     computed, kept, reduced = [DTYPE_BYTES[dtype] for dtype in dtypes]
-    here, gathered, widest, least, root = [kept / 4 * size for size in of_units]
+    here, gathered, states, widest, least, root = [kept / 4 * size for size in of_units]
     adds_up = layout.zero < 2 and layout.num_microbatches > 1  # before they are reduced
     wide, narrow, sums = computed / kept, costs.dtype != "fp32", reduced / kept
     copied = wide if narrow or layout.num_devices > layout.pp else 0.0
@@ -149,8 +161,9 @@ def _holding(
         backward = max(backward + first * ahead, of.second + sums * least + second * ahead)
     return (
         # the root's copies stay until the backward
-        3 * here + copied * (gathered if layout.zero < 3 else root) + rounding,
+        here + states + copied * (gathered if layout.zero < 3 else root) + rounding,
         (sums * of.parameters if adds_up else here) + rounding,
+        {"adamw": 0.0, "sgd": here, "adafactor": 3 * unit}[recipe.optimizer],
         of.held,
         of.single,
         of.action
@@ -199,19 +212,20 @@ def _activity(
 
 @lru_cache(maxsize=4096)
 def _units(
-    model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int
+    model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int, recipe: Recipe
 ) -> tuple[float, ...]:
-    """Return the bytes of a stage's float32 parameters that one rank keeps, then of those that it
-    gathers: all, the largest layer, the smallest layer, and the root."""
+    """Return the bytes of a stage's float32 parameters that one rank keeps, of all those that it
+    gathers, and of its optimizer's states; then what it gathers of the largest layer, the smallest
+    layer, and the root."""
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
-        return _weights(model, kinds, first, last, tp, ep, cuts, shards)
+        return _weights(model, kinds, first, last, tp, ep, cuts, shards, recipe)
 
-    here, gathered = weights(end.first, end.last, *end.kinds).tolist()
+    here, gathered, states = weights(end.first, end.last, *end.kinds).tolist()
     layers = [float(weights(False, False, kind)[1]) for kind in set(end.kinds)]
     one = end.kinds[0]
     root = float((weights(end.first, end.last, one) - weights(False, False, one))[1])
-    return here, gathered, max(layers), min(layers), root
+    return here, gathered, states, max(layers), min(layers), root
 
 
 @lru_cache(maxsize=4096)
@@ -224,18 +238,23 @@ def _weights(
     ep: int,
     cuts: Cuts,
     shards: int,
+    recipe: Recipe,
 ) -> np.ndarray:
     """Return the bytes of a stage's float32 parameters that one rank keeps and that it gathers,
-    padded as FSDP2 pads them. With 0 shards nothing is sharded."""
+    padded as FSDP2 pads them, and those of its optimizer's states. With 0 shards nothing is
+    sharded."""
+    of = (tp, ep, cuts, shards, recipe)
     if len(kinds) > 1:
-        found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
+        found = _weights(model, kinds[:1], first, last, *of)
         for kind, count in Counter(kinds[1:]).items():
-            found = found + count * _weights(model, (kind,), False, False, tp, ep, cuts, shards)
+            found = found + count * _weights(model, (kind,), False, False, *of)
         return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
     layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0, cuts=cuts)
-    program = program_of(one, layout, "fp32")
-    return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
+    program = program_of(one, layout, "fp32", recipe=recipe)
+    resident = program.resident_bytes
+    here, states = resident["parameters"], resident["optimizer state"]
+    return np.asarray([here, 4 * program.gathered, states])
 
 
 @lru_cache(maxsize=4096)

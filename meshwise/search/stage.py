@@ -96,7 +96,8 @@ class StageKind(NamedTuple):
 class StageCost(NamedTuple):
     """The cost of a stage. ``actions``: by kind, for the first, a middle and the last microbatch,
     or fewer if there are fewer. ``unit_bytes``: gathered weights and gradients being reduced, of
-    the largest unit. ``tier``: the lowest tier of its prices."""
+    the largest unit. ``tier``: the lowest tier of its prices. ``scratch``: bytes that the optimizer
+    allocates while it updates."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
     optimizer: Spent
@@ -104,6 +105,7 @@ class StageCost(NamedTuple):
     unit_bytes: float
     notes: tuple[str, ...]
     tier: PriceTier = TIERS[0]
+    scratch: int = 0
 
 
 def views(layout: Layout) -> list[Layout]:
@@ -357,6 +359,7 @@ def _cost(
         unit_bytes=float(sum(sizes[of].max(initial=0) for of in form.passing)),
         notes=tuple(prices.notes),
         tier=prices.tier,
+        scratch=program.scratch_bytes,
     )
 
 

@@ -1,7 +1,7 @@
 """The answers that ``plan`` gives beside the layout: why not another, what would change it."""
 
 from meshwise.spec.layout import Layout, Workload
-from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Record
+from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 
 class Difference(Record, kw_only=True):
@@ -130,6 +130,24 @@ class TieRun(Record, kw_only=True):
         return None if self.measured_s is None else self.told_s / self.measured_s - 1
 
 
+class RefitCost(Record, kw_only=True):
+    """Cost of moving the plan's live weights to another ``layout`` on ranks of the same numbers.
+
+    ``wire_bytes``: sent between ranks, over all ranks; ``local_bytes``: copied within ranks.
+    ``max_in_bytes``, ``max_out_bytes``: of the busiest rank. ``predicted_s``: how long the busiest
+    link is busy. ``bound_s``: the least of any plan, bound by ``binding``. ``rate``: the links'."""
+
+    layout: Layout
+    wire_bytes: NonNegative
+    local_bytes: NonNegative
+    max_in_bytes: NonNegative
+    max_out_bytes: NonNegative
+    predicted_s: NonNegativeFloat
+    bound_s: NonNegativeFloat
+    binding: str
+    rate: str
+
+
 class Answers(Record, kw_only=True):
     """The answers to what was asked of a plan; empty where nothing was. ``bills``: of a
     million tokens, and of all ``tokens`` (or images) of the training."""
@@ -143,3 +161,4 @@ class Answers(Record, kw_only=True):
     varying: tuple[Varying, ...] = ()
     ties: tuple[TieRun, ...] = ()
     bills: tuple[Bill, ...] = ()
+    refit: RefitCost | None = None

@@ -25,7 +25,7 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, 
 
 ElementwiseKind = Literal[
     "copy", "add", "mul", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy", "embedding",
-    "cast", "adamw", "grad_norm", "h2d", "d2h",
+    "cast", "adamw", "sgd", "adafactor", "grad_norm", "h2d", "d2h",
 ]  # fmt: skip
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",

@@ -13,15 +13,15 @@ are at least half full but the last two of a box: at most 2 x bytes / 64 KiB + 2
 import time
 from collections.abc import Sequence
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from meshwise.reshard import bounds, tiles, transfer
-from meshwise.reshard.holdings import Holdings, buffers, holdings
-from meshwise.spec import DTYPE_BYTES, Cluster, Resharding
+from meshwise.reshard.holdings import Holdings, buffers, holdings, of_plan
+from meshwise.spec import DTYPE_BYTES, Cluster, Plan, RefitCost, Resharding
 from meshwise.spec.refit import Bound, Forecast
 from meshwise.units import format_bytes, format_rate, some_rate
 
@@ -68,37 +68,66 @@ def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:
     source, destination = sides(op)
     plan = _plan(source, destination, given)
     took_s = time.perf_counter() - started
-    loads = [np.pad(stage, (0, num_ranks - len(stage))) for stage in transfer.loads(plan)]
+    loads = _loads(plan, num_ranks)
     need = _need(op, plan, loads)
     _check_cap(op, need)
     total = np.sum(loads, axis=0)
-    wire = total - np.diag(np.diag(total))
-    into, out = wire.sum(0), wire.sum(1)
     received = _held_bytes(destination, op.destination.first_rank, op.placement)
     placed = _placed(source, destination, given) if num_ranks <= PLACED_RANKS else None
     limits = bounds.limits(source, destination, given.rates, host_of=given.host_of)
+    moved = _moved(plan, total, limits, given)
     return Forecast(
         op=op,
         num_ranks=num_ranks,
         source_bytes=_held_bytes(source, op.source.first_rank),
         destination_bytes=received,
-        wire_bytes=int(wire.sum()),
-        local_bytes=int(np.trace(total)),
-        max_in_bytes=int(into.max()),
-        max_out_bytes=int(out.max()),
         num_slices=sum(not named.move.is_local for stage in plan.stages for named in stage),
         num_messages=sum(int(np.count_nonzero(stage - np.diag(np.diag(stage)))) for stage in loads),
         num_stages=len(plan.stages),
         staging_bytes=min(op.cap_bytes, need.most_bytes),
         atomic_bytes=received if op.atomic else 0,
         bounds=_bounds(limits, given.rates),
-        bound_s=limits.time_s,
-        binding=limits.binding,
-        predicted_s=float(bounds.busiest_s(plan, given.rates, given.host_of)),
         plan_took_s=took_s,
         placed_wire_bytes=placed,
         loads=tuple(tuple(map(int, row)) for row in total) if num_ranks <= MATRIX_RANKS else (),
+        **moved,
     )
+
+
+def between_plans(plan: Plan, there: Plan, given: LinkRates) -> RefitCost:
+    """Return what moving one plan's live weights to another costs, on ranks of the same numbers, as
+    ``Refit`` moves them: in float32. A ValueError if weights of one of them have no known place."""
+    if plan.model != there.model:
+        raise ValueError(
+            f"refit_to: is a plan of {there.model.name or 'another model'}, and this one is of "
+            f"{plan.model.name or 'a model'} with other sizes; give a plan of the same model"
+        )
+    source, destination = of_plan(plan), of_plan(there)
+    moves = _plan(source, destination, given)
+    loads = _loads(moves, max(plan.layout.num_devices, there.layout.num_devices))
+    limits = bounds.limits(source, destination, given.rates, host_of=given.host_of)
+    moved = _moved(moves, np.sum(loads, axis=0), limits, given)
+    return RefitCost(layout=there.layout, rate=limits.rate, **moved)
+
+
+def _loads(plan: transfer.Transfer, num_ranks: int) -> list[Loads]:
+    return [np.pad(stage, (0, num_ranks - len(stage))) for stage in transfer.loads(plan)]
+
+
+def _moved(
+    plan: transfer.Transfer, total: Loads, limits: bounds.Limits, given: LinkRates
+) -> dict[str, Any]:
+    """Return the fields that ``Forecast`` and ``RefitCost`` share. ``total``: bytes by pair."""
+    wire = total - np.diag(np.diag(total))
+    return {
+        "wire_bytes": int(wire.sum()),
+        "local_bytes": int(np.trace(total)),
+        "max_in_bytes": int(wire.sum(0).max()),
+        "max_out_bytes": int(wire.sum(1).max()),
+        "predicted_s": float(bounds.busiest_s(plan, given.rates, given.host_of)),
+        "bound_s": limits.time_s,
+        "binding": limits.binding,
+    }
 
 
 def sides(op: Resharding) -> tuple[Holdings, Holdings]:

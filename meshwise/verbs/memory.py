@@ -15,6 +15,7 @@ from math import prod
 from meshwise import machine
 from meshwise.models import stream_shape
 from meshwise.models.decoder import Weight, attention, stage_weights, weights
+from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.options.run import RunOptions
 from meshwise.spec import DTYPE_BYTES, Cluster, Layout, Plan, WideResNet
 from meshwise.spec.layout import rank_of
@@ -111,7 +112,7 @@ def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -
 
 
 def _moments(plan: Plan) -> int:
-    return 2 if plan.recipe.optimizer == "adamw" else 0
+    return WHOLE_STATES[plan.recipe.optimizer]
 
 
 def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:

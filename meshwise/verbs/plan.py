@@ -26,6 +26,7 @@ from meshwise.spec import (
     Model,
     Plan,
     Recipe,
+    RefitCost,
     WideResNet,
     Workload,
 )
@@ -159,8 +160,22 @@ def _answered(
             search.bill(plan, tokens, asked.price_per_gpu_hour, asked.watts, share)
             for tokens in asked.billed
         ),
+        refit=None if asked.refit_to is None else _refit(plan, asked.refit_to),
     )
     return msgspec.structs.replace(plan, answers=answers)
+
+
+def _refit(plan: Plan, to: Path | str) -> RefitCost:
+    """Return what moving the plan's weights to those of another plan costs."""
+    from meshwise.verbs import forecast
+
+    given = forecast.links(plan.cluster)
+    if given is None:
+        raise ValueError(
+            f"refit_to: cluster {plan.cluster.name!r} names no rate of its links; add bytes_per_s "
+            "to its first tier"
+        )
+    return forecast.between_plans(plan, files.take(to, Plan), given)
 
 
 def _warn_of_memory(plan: Plan) -> None:

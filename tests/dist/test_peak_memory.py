@@ -215,6 +215,23 @@ def test_peaks_with_weights_and_reductions_in_bf16(gloo_ranks, plan_of, weights,
     assert mean([abs(error) for _, error in found]) <= 0.025, found
 
 
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
+def test_peaks_of_other_optimizers(gloo_ranks, plan_of, optimizer, dtype):
+    """The last peaks in the update: by SGD's copies of gradients, and Adafactor's parameter."""
+    layouts = [
+        Layout(dp=4, zero=3, microbatch_size=2),
+        Layout(dp=2, tp=2, zero=2, microbatch_size=2, num_microbatches=2),
+        Layout(pp=2, dp=2, zero=1, schedule="1f1b", microbatch_size=1, num_microbatches=4),
+        Layout(tp=4, microbatch_size=1, num_microbatches=8, recompute="full"),
+        Layout(pp=4, schedule="1f1b", microbatch_size=1, num_microbatches=8, recompute="full"),
+    ]
+    found = errors(gloo_ranks, plan_of, "llama", dtype, layouts, optimizer=optimizer)
+    for layout, error in found:
+        print(f"{100 * error:6.2f} %  {layout}")
+    assert max(abs(error) for _, error in found) <= 0.06, found
+
+
 BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
 
 

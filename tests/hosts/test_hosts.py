@@ -11,7 +11,8 @@ from meshwise import store
 from meshwise.spec import Sample
 from tests.hosts.conftest import PATIENCE_S, end
 
-GPT = ("run", "--model", "gpt-30m", "--layout", '{"dp": 2, "pp": 2, "num_microbatches": 2, "schedule": "1f1b"}',
+LAYOUT = '{"dp": 2, "pp": 2, "num_microbatches": 2, "schedule": "1f1b"}'
+GPT = ("run", "--model", "gpt-30m", "--layout", LAYOUT,
        "--seq-len", "64", "--global-batch-size", "4", "--steps", "2")  # fmt: skip
 REFIT = ("refit", "--refit-mode", "non-collocated", "--tensor-model-parallel-size", "2",
          "--rl-inference-tensor-model-parallel-size", "2", "--refit-method", "gloo",

@@ -356,9 +356,12 @@ NARROW = [
     Recipe(weights=weights, reduce=reduce)
     for weights, reduce in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))
 ]
+OPTIMIZERS = [Recipe(optimizer="sgd"), Recipe(optimizer="adafactor", weights="bf16")]
 
 
-@pytest.mark.parametrize("recipe", NARROW, ids=lambda of: f"{of.weights}-{of.reduce}")
+@pytest.mark.parametrize(
+    "recipe", NARROW + OPTIMIZERS, ids=lambda of: f"{of.optimizer}-{of.weights}-{of.reduce}"
+)
 def test_bounds_hold_under_a_recipe(recipe):
     costs = unmeasured(files.take("h100-hgx", Cluster))
     costs = msgspec.structs.replace(costs, recipe=recipe, lowering="eager")
@@ -389,8 +392,13 @@ def test_the_bound_of_a_pipeline_is_near(zero, stages):
 
 @pytest.mark.parametrize(
     ("dtype", "recipe"),
-    [("fp32", Recipe()), ("bf16", Recipe()), *(("bf16", recipe) for recipe in NARROW)],
-    ids=["fp32", "bf16", *(f"bf16 {recipe.weights} {recipe.reduce}" for recipe in NARROW)],
+    [("fp32", Recipe()), *(("bf16", recipe) for recipe in [Recipe(), *NARROW, *OPTIMIZERS])],
+    ids=[
+        "fp32",
+        "bf16",
+        *(f"bf16 {recipe.weights} {recipe.reduce}" for recipe in NARROW),
+        *(f"bf16 {recipe.optimizer}" for recipe in OPTIMIZERS),
+    ],
 )
 @pytest.mark.parametrize("lowering", ["eager", "compiled"])
 @pytest.mark.parametrize("experts", [False, True])

@@ -77,8 +77,8 @@ def test_a_prediction_of_other_prices_in_the_plan_is_not_believed(plan):
 
 def test_what_cannot_be_predicted_is_named_with_the_reason(plan, tmp_path):
     a_run("20260102T000000-run-good", plan, 1.0)
-    sgd = msgspec.structs.replace(plan, recipe=Recipe(optimizer="sgd"))
-    a_run("20260103T000000-run-sgd", sgd, 1.0)
+    ahead = msgspec.structs.replace(plan, recipe=Recipe(prefetch=2))
+    a_run("20260103T000000-run-ahead", ahead, 1.0)
     a_run("20260104T000000-run-died", plan, 1.0, samples=[])
     device = msgspec.structs.replace(plan.cluster.device, name="another CPU")
     far = msgspec.structs.replace(plan.cluster, device=device)
@@ -93,7 +93,7 @@ def test_what_cannot_be_predicted_is_named_with_the_reason(plan, tmp_path):
     found = meshwise.validate("runs")
     assert [one.run_id[16:] for one in found.runs] == ["run-good"]
     why = {Path(one.path).name.split("-")[-1]: one.reason for one in found.not_checked}
-    assert why["sgd"].startswith("recipe.optimizer = sgd: plans do not price it yet")
+    assert why["ahead"].startswith("recipe.prefetch = 2: plans do not price it yet")
     assert why["died"].startswith("no step was measured")
     assert why["far"].startswith("no prices for two-cpus (20250101-gone is not here); name some")
     assert "schema_version" in why["old"] and "truncated or damaged" in why["torn"]
