@@ -38,7 +38,7 @@ from meshwise.search.charges import (
     corrections,
     spent_on,
 )
-from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.simulate import COPIES, SLOWED, SUMS, WAITING, WEIGHTS, Live, Spent
 from meshwise.search.space import unchecked
 from meshwise.search.stage import (
     Layer,
@@ -48,6 +48,7 @@ from meshwise.search.stage import (
     pieces_of,
     priced,
     stage_cost,
+    stage_memory,
 )
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
@@ -320,9 +321,11 @@ def end_work(
 
 @lru_cache(maxsize=65536)
 def _work(kind: StageKind, prices: Prices) -> LayerWork:
-    """Price a stage of one layer on one device or its tp group, without data parallelism. If its
-    result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
-    a stage alone counts it twice, as the input that it receives and as a copy."""
+    """Price a stage of one layer on one device or its tp group, without data parallelism. What it
+    saves is what a second such layer adds, since of compiled layers only the first one's input is
+    saved whole. With an end: if its result is saved, the next layer counts it as its saved input.
+    So it is subtracted here, twice: a stage alone counts it twice, as the input that it receives
+    and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
     size, one = kind.layout.microbatch_size, unchecked(kind.layout, microbatch_size=1)
@@ -336,6 +339,10 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
             entry = [task for task in program.tasks[start:stop] if task.name.startswith(ENTRY[0])]
             entry_s[at] = sum(charge(task).time_s for task in entry)
     passed_on = 2 * size * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
+    saved = _left(kept) - passed_on
+    if not (kind.first or kind.last):
+        two = kind._replace(layers=kind.layers * 2, recompute=kind.recompute * 2)
+        saved = _left(stage_memory(two, prices).actions["F"][0][1]) - _left(kept)
 
     def own_s(action: int, spent: Spent) -> float:
         return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART) - entry_s[action]
@@ -346,10 +353,15 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         messages_s=sum(
             spent.parts.get(part, 0.0) for spent in (forward, backward) for part in MESSAGES
         ),
-        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,
+        saved_bytes=saved,
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
+
+
+def _left(live: Live) -> float:
+    """Return the bytes that an action leaves, without gathered weights."""
+    return sum(live.left.values()) - live.left.get(WEIGHTS, 0.0)
 
 
 @lru_cache(maxsize=4096)

@@ -352,7 +352,7 @@ def _recomputed(
     return again.both_s - plain.both_s, three - two
 
 
-class Traffic(NamedTuple):
+class StageTraffic(NamedTuple):
     """Seconds of a stage's data parallelism: of messages and of copies that a middle microbatch
     needs (``each``), and of those that the first forward and the last backward need (``once``). Of
     the latter's messages, those of the layer and of the root that reduce gradients. ``ending_s``:
@@ -377,7 +377,7 @@ def sent(
     kind: LayerKind,
     first: bool = False,
     last: bool = False,
-) -> Traffic:
+) -> StageTraffic:
     """Return the traffic of a stage of one layer. It moves weights, so that the size of
     microbatches does not matter."""
     some = space.unchecked(way, num_microbatches=min(3, way.num_microbatches), microbatch_size=1)
@@ -385,7 +385,7 @@ def sent(
 
 
 @lru_cache(maxsize=16384)
-def _sent(stage: StageKind, prices: Prices) -> Traffic:
+def _sent(stage: StageKind, prices: Prices) -> StageTraffic:
     costs, way = prices.costs, stage.layout
     graph, count = graph_of(stage, costs), way.num_microbatches
     program = program_of(graph, way, costs.dtype, idle=True, recipe=costs.recipe)
@@ -403,7 +403,7 @@ def _sent(stage: StageKind, prices: Prices) -> Traffic:
                 reduces[task.name.startswith("root.")] += time_s * (at in of_once)
     longer, _ = copies_take(prices)
     ending = [task.op for task in program.tasks[program.actions[-1].stop :]]
-    return Traffic(
+    return StageTraffic(
         DataTraffic(each[WAITING], longer * each[COPIES]),
         DataTraffic(once[WAITING], longer * once[COPIES]),
         reduces[False],

@@ -411,6 +411,21 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe):
                     assert limit > max(needed.values()), (model, rung.name)
 
 
+@pytest.mark.parametrize("again", [5, 10, 20])
+def test_bounds_of_memory_hold_where_a_large_model_is_compiled(again):
+    """A compiled layer saves less of another's result than of its stage's input."""
+    model, workload = catalogue.find("llama-3-70b"), Workload(global_batch_size=64, seq_len=8192)
+    prices = Prices(unmeasured(files.take("h100-hgx", Cluster)), datasheet=True)
+    layout = Layout(
+        pp=4, tp=2, schedule="1f1b", microbatch_size=16, num_microbatches=4, recompute="full",
+        recompute_layers=again,
+    )  # fmt: skip
+    peak = memory_of(model, workload, layout, prices)[1].total_bytes
+    least, most = room.between(model, workload, layout, prices)
+    assert bound.memory_bytes(model, 8192, layout, prices) <= peak
+    assert least <= peak <= most
+
+
 CAPACITY = msgspec.structs.replace(
     MODEL,
     experts=Experts(num_experts=4, top_k=2, ffn=2048, every=2, capacity_factor=1.0, group_size=32),
