@@ -411,15 +411,25 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe):
                     assert limit > max(needed.values()), (model, rung.name)
 
 
-@pytest.mark.parametrize("again", [5, 10, 20])
-def test_bounds_of_memory_hold_where_a_large_model_is_compiled(again):
-    """A compiled layer saves less of another's result than of its stage's input."""
-    model, workload = catalogue.find("llama-3-70b"), Workload(global_batch_size=64, seq_len=8192)
-    prices = Prices(unmeasured(files.take("h100-hgx", Cluster)), datasheet=True)
-    layout = Layout(
-        pp=4, tp=2, schedule="1f1b", microbatch_size=16, num_microbatches=4, recompute="full",
-        recompute_layers=again,
-    )  # fmt: skip
+LARGE = Layout(pp=4, tp=2, schedule="1f1b", microbatch_size=16, recompute="full")
+
+
+@pytest.mark.parametrize("lowering", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[{"recompute_layers": again, "num_microbatches": 4} for again in (5, 10, 20)],
+        {"dp": 2, "zero": 3, "num_microbatches": 2, "layers": (17, 49, 1, 13)},
+    ],
+    ids=["5 again", "10 again", "20 again", "zero 3"],
+)
+def test_bounds_of_memory_hold_for_a_large_model(changes, lowering):
+    """A compiled layer saves less of another's result than of its stage's input; ZeRO-3 gathers one
+    unit more while a layer is computed again."""
+    model, layout = catalogue.find("llama-3-70b"), msgspec.structs.replace(LARGE, **changes)
+    workload = Workload(global_batch_size=layout.batch_size, seq_len=8192)
+    there = unmeasured(files.take("h100-hgx", Cluster))
+    prices = Prices(msgspec.structs.replace(there, lowering=lowering), datasheet=True)
     peak = memory_of(model, workload, layout, prices)[1].total_bytes
     least, most = room.between(model, workload, layout, prices)
     assert bound.memory_bytes(model, 8192, layout, prices) <= peak
