@@ -41,7 +41,16 @@ from meshwise.search.charges import (
     corrections,
     spent_on,
 )
-from meshwise.search.simulate import COPIES, ROLES, SLOWED, SUMS, WAITING, WEIGHTS, Spent
+from meshwise.search.simulate import (
+    COPIES,
+    ROLES,
+    SLOWED,
+    SUMS,
+    WAITING,
+    WEIGHTS,
+    Live,
+    Spent,
+)
 from meshwise.search.space import unchecked
 from meshwise.search.stage import (
     Layer,
@@ -299,9 +308,11 @@ def _stage_work(
 ) -> tuple[LayerWork, LayerWork]:
     """Return the work of a stage's layers, without and with embedding and head."""
     about, bare = (model, seq_len, cut, prices), LayerWork()
-    for of, number in Counter(layers_of(end.kinds, again)).items():
-        bare = bare.plus(layer_work(*about, of), number)
     whole, first, last = bare, end.kinds[0], end.kinds[-1]
+    for of, number in Counter(layers_of(end.kinds, again)).items():
+        work = layer_work(*about, of)
+        whole = whole.plus(work, number)
+        bare = bare.plus(work._replace(saved_bytes=_added_bytes(*about, of)), number)
     if end.first and end.last and is_tied(model):  # embedding and head are one weight
         return bare, whole.plus(end_work(*about, first, first=True, last=True))
     whole = whole.plus(end_work(*about, first, first=True)) if end.first else whole
@@ -321,6 +332,17 @@ def layer_work(
     kind, word = of
     stage = StageKind(model, seq_len, (kind,), first, last, (word,), cut, False, hooked=False)
     return _work(stage, prices)
+
+
+@lru_cache(maxsize=65536)
+def _added_bytes(model: AnyModel, seq_len: int, cut: Layout, prices: Prices, of: Layer) -> float:
+    """Return the bytes that a layer behind another such layer saves: of compiled layers only the
+    first one's input is saved whole."""
+    kind, word = of
+    one = StageKind(model, seq_len, (kind,), False, False, (word,), cut, False, hooked=False)
+    two = one._replace(layers=one.layers * 2, recompute=one.recompute * 2)
+    less, more = (_left(stage_memory(each, prices).actions["F"][0][1]) for each in (one, two))
+    return more - less
 
 
 def end_work(
@@ -367,7 +389,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
         messages_s=sum(
             spent.parts.get(part, 0.0) for spent in (forward, backward) for part in MESSAGES
         ),
-        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,
+        saved_bytes=_left(kept) - passed_on,
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
@@ -380,13 +402,16 @@ def some_bytes(kind: StageKind, prices: Prices) -> tuple[float, ...]:
     cost = stage_memory(kind, prices)
     live = {action: of[0][1] for action, of in cost.actions.items()}
     copies = live["F"].left.get(WEIGHTS, 0.0)
-    left = {
-        action: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for action, of in live.items()
-    }
+    left = {action: _left(of) for action, of in live.items()}
     held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
     rises = [sum(of.rise.values()) - held * (action == "F") for action, of in live.items()]
     least = live["I" if kind.split else "B"].rise.get(ROLES["activation"], 0.0)
     return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
+
+
+def _left(live: Live) -> float:
+    """Return the bytes that an action leaves, without gathered weights."""
+    return sum(live.left.values()) - live.left.get(WEIGHTS, 0.0)
 
 
 @lru_cache(maxsize=4096)

@@ -2,22 +2,35 @@
 
 A table prices the stages. Layers ``start`` to ``stop``, run in one way on its devices, take
 ``pace`` seconds of each microbatch, and ``once`` seconds of the first forward and last backward.
-With k microbatches in flight they need resident + k held bytes. A layer that is computed again
-takes ``slower`` seconds more and spares ``spared`` bytes of each microbatch; as few are as make the
-stage fit (``_cells``). In 1F1B a stage with s stages behind it has k = min(s + 1, microbatches) in
-flight. Over all divisions of the layers and the devices this module minimises
+After these they take ``late`` seconds: gradients that nothing hides are reduced, and the optimizer
+runs. With k microbatches in flight they need resident + k held bytes. A layer that is computed
+again takes ``slower`` seconds more and spares ``spared`` bytes of each microbatch; as few are as
+make the stage fit (``_cells``). In 1F1B a stage with s stages behind it has k = min(s + 1,
+microbatches) in flight. Of stages i and on, with turns t and c = microbatches - 1 / t,
 
-    T = sum of once / turns + (microbatches - 1 / turns) max of pace
+    S_i = once_i / t + S_(i+1)
+    V_i = once_i / t + max(V_(i+1), c pace_i + max(0, S_(i+1) - ahead_i pace_i / 3))
+    T_i = max(T_(i+1) + once_i / 3 t, V_i + late_i)
 
-With ``turns`` 1 this is the objective of Alpa (Zheng et al. 2022, arXiv:2201.12023, section 5),
-after PipeDream and TeraPipe, with the messages between stages as part of a stage's seconds. In
-interleaved 1F1B each rank has ``turns`` stages, here added up, of a layer or more each.
+S is how long one microbatch takes. V lasts from the first forward of stage i to the end of its last
+backward. The slowest stage works without a pause, but for the first gradient to come back, and by
+then it has run the forwards that are ``ahead``: of 1F1B k - 1. T lasts to the end of the step: a
+later stage's end may be hidden behind the backwards before it. A forward is a third of a stage's
+seconds. ``tied`` are seconds of the last stage that wait for the first one's last backward, as they
+share a weight. This module minimises the step over all divisions of the layers and the devices:
+
+    max(T_0, V_0 + tied of the last stage)
+
+Where nothing is late or ahead this is the objective of Alpa (Zheng et al. 2022, arXiv:2201.12023,
+section 5): S + (microbatches - 1) max of pace, after PipeDream and TeraPipe, with the messages
+between stages as part of a stage's seconds. In interleaved 1F1B each rank has ``turns`` stages,
+here added up, of a layer or more each, and none ahead.
 
 Alpa tries every limit of the slowest stage, and under each minimises the sum. Here a partial
-division, from the last stage forward, keeps every pair (sum, max) that no other one beats in both
-(``_keep``): each limit's answer is among them. A pair is dropped if it cannot lead below
-``cutoff_s``, since the layers before it take at least the least sum and the least max of the
-devices before it (``least``). What is found is exact for T.
+division, from the last stage forward, keeps every (S, V, T, tied of the last stage) that no other
+one beats in all (``_keep``): all grow with those behind, so that what is beaten stays so. One is
+dropped if it cannot lead below ``cutoff_s``, since the layers before it take at least the least sum
+and the least max of the devices before it (``least``). What is found is exact.
 
 Stages lie on devices in order. A stage stays within a host, or fills whole hosts.
 """
@@ -29,6 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray
+_FORWARD = 1 / 3  # of a stage's seconds
 _SAME = 1e-9  # of a layer: rounding in the count of layers computed again
 _SLACKS = (1.03, 1.1, 1.3, np.inf)  # over the least possible, tried in turn
 
@@ -45,6 +59,8 @@ class StageTable(NamedTuple):
     layers: Array
     once_s: Array
     pace_s: Array
+    late_s: Array
+    tied_s: Array
     resident: Array
     held: Array
     slower_s: Array
@@ -76,8 +92,27 @@ class Problem(NamedTuple):
     exactly: bool = False
     recomputed: bool = False
 
-    def time_s(self, once_s: Any, pace_s: Any) -> Any:
-        return once_s / self.turns + (self.num_microbatches - 1 / self.turns) * pace_s
+    @property
+    def further(self) -> float:
+        """The times that the slowest stage's pace counts beside the sum."""
+        return self.num_microbatches - 1 / self.turns
+
+    def ahead(self, in_flight: float) -> float:
+        return in_flight - 1 if self.turns == 1 else 0.0
+
+    def least_s(self, sum_s: Any, slowest_s: Any) -> Any:
+        """Return the least T of stages whose sum and whose max are at least these."""
+        return sum_s + (self.further - _FORWARD * self.ahead(max(self.in_flight))) * slowest_s
+
+    def may_be(self, once_s: Array, pace_s: Array, rest_s: Array, below_s: float) -> Array:
+        """Return which stages, of so many seconds in all turns, may be in a division below a time,
+        with the least sum and the least max of the layers before them."""
+        sums, maxes = rest_s
+        with np.errstate(invalid="ignore"):  # 0 times infinity
+            found: Array = (
+                self.least_s(once_s / self.turns + sums, np.maximum(pace_s, maxes)) < below_s
+            )
+        return found
 
     def is_within(self, first: int, devices: int) -> bool:
         """Return whether these devices are within a host, or are whole hosts."""
@@ -101,7 +136,7 @@ class Division(NamedTuple):
 
 class Least(NamedTuple):
     """The least sum and the least max of stages that run the first ``stop`` layers on the first
-    ``used`` devices, [stop][used]."""
+    ``used`` devices, [stop][used]. The first stage's late is part of the sum."""
 
     sums: list[list[float]]
     maxes: list[list[float]]
@@ -122,6 +157,8 @@ class _Quick(NamedTuple):
     rest_s: Array
     once_s: Array
     pace_s: Array
+    late_s: Array
+    tied_s: Array
     resident: Array
     held: Array
     slower_s: Array
@@ -129,42 +166,47 @@ class _Quick(NamedTuple):
 
     def below(self, problem: Problem, below_s: float) -> "_Quick":
         """Return those that may be in a division below another time."""
-        sums, maxes = self.rest_s
-        fast = problem.time_s(self.once_s + sums, np.maximum(self.pace_s, maxes)) < below_s
+        fast = problem.may_be(self.once_s, self.pace_s, self.rest_s, below_s)
         return _Quick(*[of[..., fast] for of in self])
 
 
 class _Cells(NamedTuple):
-    """Stages that fit, with the layers computed again for that: [stage]."""
+    """Stages that fit, with the layers that are computed again for that: [stage]. ``once_s``: of
+    one turn."""
 
     place: Array
     way: Array
     once_s: Array
     pace_s: Array
+    late_s: Array
+    tied_s: Array
     again: Array
 
 
-class _Pair(NamedTuple):
-    """The sum and the max of the last stages, the first of them, and the pair of the others."""
+class _Partial(NamedTuple):
+    """S, V and T of the last stages, and the seconds that the last one waits to spend after the
+    first; the first of them, and the others."""
 
-    once_s: float
-    pace_s: float
+    sum_s: float = 0.0
+    busy_s: float = 0.0
+    time_s: float = 0.0
+    tied_s: float = 0.0
     stage: Portion | None = None
-    behind: "_Pair | None" = None
+    behind: "_Partial | None" = None
 
 
-_Ways = list[tuple[int, float, float, float]]  # way, once, pace, again
-_States = dict[tuple[int, int], list[_Pair]]  # by first layer and number of devices
+_Ways = list[tuple[int, float, float, float, float, float]]  # as of _Cells
+_States = dict[tuple[int, int], list[_Partial]]  # by first layer and number of devices
 
 
 def divide(
     table: StageTable, problem: Problem, cutoff_s: float = np.inf, floor: Least | None = None
 ) -> list[Division]:
-    """Return the best division, and others that are best in sum or max for their number of stages,
-    fastest first. None takes ``cutoff_s`` or more; there may be none. ``floor``: ``least`` of both,
-    if it is known."""
+    """Return the best division, and others, fastest first: each first stage before all that no
+    other beats behind it. None takes ``cutoff_s`` or more; there may be none. ``floor``: ``least``
+    of both, if it is known."""
     rest = [floor or least(table, problem)]
-    least_s = problem.time_s(*rest[0].whole)
+    least_s = problem.least_s(*rest[0].whole)
     if least_s >= cutoff_s:
         return []
     quick = _quick(table, problem, cutoff_s, rest[0])
@@ -189,18 +231,20 @@ def least(table: StageTable, problem: Problem) -> Least:
     sizes, begins = np.unique(table.devices[order], return_index=True)
     for across in range(2):
         hops_s = problem.turns * table.hops_s[:, across, None] * table.goes_on
-        seconds = []
-        for each in (table.once_s, table.pace_s):
-            each_s = np.where(fits, each + more_s + hops_s, np.inf)[order]
+        once_s, pace_s = (of + more_s + hops_s for of in (table.once_s, table.pace_s))
+        once_s, seconds = once_s / problem.turns, []
+        for each in (once_s, once_s + table.late_s, pace_s):
+            each_s = np.where(fits, each, np.inf)[order]
             none = np.full((len(sizes), 1), np.inf)  # the last: of no kind
             seconds.append(np.append(np.minimum.reduceat(each_s, begins), none, axis=1))
-        for size, *both_s in zip(sizes.tolist(), *seconds, strict=True):
+        for size, once_s, first_s, pace_s in zip(sizes.tolist(), *seconds, strict=True):
             fit = [end >= size and problem.is_within(end - size, size) for end in ends.tolist()]
             here = ends[np.asarray(fit) & ((ends % problem.per_host == 0) == across)]
-            may = np.isfinite(both_s[1][:-1])
+            may = np.isfinite(pace_s[:-1])
             if len(here) and may.any():
-                longest = table.layers[may].max()
-                stages.append((here, here - size, longest, *[each[table.kind] for each in both_s]))
+                sum_s, first_s, slowest_s = (of[table.kind] for of in (once_s, first_s, pace_s))
+                sum_s[0] = first_s[0]
+                stages.append((here, here - size, table.layers[may].max(), sum_s, slowest_s))
     for stop in range(1, count + 1):
         for here, before, longest, once_s, pace_s in stages:
             of = slice(max(0, stop - longest), stop)
@@ -212,21 +256,22 @@ def least(table: StageTable, problem: Problem) -> Least:
 
 
 def _below(
-    table: StageTable, problem: Problem, rest: list[Least], below_s: float, quick: "_Quick"
+    table: StageTable, problem: Problem, rest: list[Least], below_s: float, quick: _Quick
 ) -> list[Division]:
     """Go through the divisions below this time, stage by stage from the last. ``rest[n]``: the
     least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added.
     ``quick``: the stages that may be in them."""
     found = list[Division]()
-    states: _States = {(table.num_layers, 0): [_Pair(0.0, 0.0)]}
+    states: _States = {(table.num_layers, 0): [_Partial()]}
     for behind, in_flight in enumerate(problem.in_flight):
         stages = _Stages(table, problem, in_flight, below_s, quick)
+        ahead = problem.ahead(in_flight)
         if behind + 1 == 2 ** len(rest) < len(problem.in_flight) and not problem.exactly:
             fewest = problem._replace(in_flight=problem.in_flight[behind + 1 :])
             rest.append(least(table, fewest))
         sums, maxes = rest[min(len(rest), (behind + 1).bit_length()) - 1]
         further: _States = {}
-        for (stop, used), pairs in states.items():
+        for (stop, used), partials in states.items():
             end = problem.num_devices - used
             for size in stages.sizes:
                 first = end - size
@@ -234,37 +279,64 @@ def _below(
                     continue
                 for start, ways in stages.before(stop, size, end):
                     rest_s, slowest_s = sums[start][first], maxes[start][first]
-                    if problem.time_s(rest_s, slowest_s) >= below_s:
+                    if problem.least_s(rest_s, slowest_s) >= below_s:
                         continue
                     here = further.setdefault((start, used + size), [])
-                    for (way, once_s, pace_s, again), pair in product(ways, pairs):
-                        sum_s, max_s = pair.once_s + once_s, max(pair.pace_s, pace_s)
-                        if problem.time_s(sum_s + rest_s, max(max_s, slowest_s)) < below_s:
-                            stage = Portion(way, start, stop, int(again))
-                            _keep(here, _Pair(sum_s, max_s, stage, pair))
+                    for (way, *seconds, again), other in product(ways, partials):
+                        stage = Portion(way, start, stop, int(again))
+                        new = _before(other, problem, ahead, stage, *seconds)
+                        least_s = problem.least_s(new.sum_s + rest_s, slowest_s)
+                        if max(least_s, new.busy_s + rest_s, new.time_s) >= below_s:
+                            continue
+                        if start:
+                            _keep(here, new)
+                        else:
+                            here.append(new)
         whole = further.pop((0, problem.num_devices), [])
         if not problem.exactly or behind == len(problem.in_flight) - 1:
-            found += [_division(pair, problem) for pair in whole]
-        states = {place: pairs for place, pairs in further.items() if pairs}
+            found += [_division(partial) for partial in whole]
+        states = {place: partials for place, partials in further.items() if partials}
         if not states:
             break
     return found
 
 
-def _keep(pairs: list[_Pair], new: _Pair) -> None:
-    """Add a pair unless one there is as good in both; drop those that it is as good as."""
-    for pair in pairs:
-        if pair.once_s <= new.once_s and pair.pace_s <= new.pace_s:
+def _before(
+    others: _Partial,
+    problem: Problem,
+    ahead: float,
+    stage: Portion,
+    once_s: float,
+    pace_s: float,
+    late_s: float,
+    tied_s: float,
+) -> _Partial:
+    """Return the partial division with a stage put before the others."""
+    waits_s = max(0.0, others.sum_s - _FORWARD * ahead * pace_s)
+    busy_s = once_s + max(others.busy_s, problem.further * pace_s + waits_s)
+    tied_s = max(others.tied_s, tied_s)
+    time_s = max(others.time_s + _FORWARD * once_s, busy_s + late_s)
+    if not stage.start:
+        time_s = max(time_s, busy_s + tied_s)
+    return _Partial(once_s + others.sum_s, busy_s, time_s, tied_s, stage, others)
+
+
+def _keep(partials: list[_Partial], new: _Partial) -> None:
+    """Add a partial division unless one there is as good in all; drop those that it is as good
+    as."""
+    a, b, c, d = new[:4]
+    for of in partials:
+        if of[0] <= a and of[1] <= b and of[2] <= c and of[3] <= d:
             return
-    pairs[:] = [p for p in pairs if p.once_s < new.once_s or p.pace_s < new.pace_s]
-    pairs.append(new)
+    partials[:] = [of for of in partials if of[0] < a or of[1] < b or of[2] < c or of[3] < d]
+    partials.append(new)
 
 
-def _division(pair: _Pair, problem: Problem) -> Division:
-    time_s, stages = problem.time_s(pair.once_s, pair.pace_s), list[Portion]()
-    while pair.stage is not None and pair.behind is not None:
-        stages.append(pair.stage)
-        pair = pair.behind
+def _division(partial: _Partial) -> Division:
+    time_s, stages = partial.time_s, list[Portion]()
+    while partial.stage is not None and partial.behind is not None:
+        stages.append(partial.stage)
+        partial = partial.behind
     return Division(time_s, tuple(stages))
 
 
@@ -284,7 +356,9 @@ class _Stages:
                 *[each.tolist() for each in (*places, *columns[1:])], strict=True
             ):
                 by_kind = self.of_kind.setdefault((size, bool(across)), {})
-                by_kind.setdefault(kind, []).append((way[0], way[1], way[2], way[3]))
+                by_kind.setdefault(kind, []).append(
+                    (way[0], way[1], way[2], way[3], way[4], way[5])
+                )
         self.sizes = sorted({size for size, _ in self.of_kind})
 
     def before(self, stop: int, size: int, end: int) -> list[tuple[int, _Ways]]:
@@ -310,8 +384,7 @@ def _quick(table: StageTable, problem: Problem, below_s: float, rest: Least) -> 
         left = up_to[starts[:, None], np.maximum(0, problem.num_devices - sizes)]
         np.minimum.at(least_s, table.kind[starts, stops], left)
     sums, maxes = np.moveaxis(found[:, :, at], 1, 2)
-    with np.errstate(invalid="ignore"):  # 0 times infinity
-        fast = problem.time_s(table.once_s + sums, np.maximum(table.pace_s, maxes)) < below_s
+    fast = problem.may_be(table.once_s, table.pace_s, np.asarray([sums, maxes]), below_s)
     way, kind = np.nonzero(fast & (table.layers >= problem.turns))
     place = table.devices[way] * len(table.layers) + kind
     rest_s = np.asarray([sums[way, kind], maxes[way, kind]])
@@ -335,22 +408,27 @@ def _cells(
     """Yield those of some stages that fit and may be in a division below this time: where the next
     stage is on the same host, and where it is not."""
     again, fits = _again(of, problem, in_flight)
-    more_s, (sums, maxes) = again * of.slower_s, of.rest_s
+    more_s = again * of.slower_s
     for across in range(2):
         hops_s = problem.turns * table.hops_s[of.way, across] * table.goes_on[of.kind]
         once_s, pace_s = (each + more_s + hops_s for each in (of.once_s, of.pace_s))
-        fast = problem.time_s(once_s + sums, np.maximum(pace_s, maxes)) < below_s
-        yield _Cells(*[each[fits & fast] for each in (of.place, of.way, once_s, pace_s, again)])
+        may = fits & problem.may_be(once_s, pace_s, of.rest_s, below_s)
+        every = (of.place, of.way, once_s / problem.turns, pace_s, of.late_s, of.tied_s, again)
+        yield _Cells(*[each[may] for each in every])
 
 
 def _unbeaten(cells: _Cells) -> _Cells:
-    """Return those that no other at the same place beats in both seconds, the fastest pace first;
-    of equal ones the first way."""
-    order = np.lexsort((cells.way, cells.once_s, cells.pace_s, cells.place))
-    cells = _Cells(*[of[order] for of in cells])
-    number = np.cumsum(np.diff(cells.place, prepend=-1) != 0)
-    # sums by their rank, later places below earlier ones: a running minimum starts anew with each
-    rank = np.unique(cells.once_s, return_inverse=True)[1] - number * (len(order) + 1)
-    least = np.minimum.accumulate(rank)
-    kept = np.diff(least, prepend=1) < 0
-    return _Cells(*[of[kept] for of in cells])
+    """Return, of each place, the stage of least pace, then that of least pace among those with a
+    smaller sum or an earlier end, and so on; of equal ones the first way."""
+    by = (cells.way, cells.tied_s, cells.late_s, cells.once_s, cells.pace_s, cells.place)
+    left, kept = _Cells(*[of[np.lexsort(by)] for of in cells]), list[_Cells]()
+    while len(left.place) or not kept:
+        begins = np.diff(left.place, prepend=-1) != 0
+        best = _Cells(*[of[begins] for of in left])
+        kept.append(best)
+        once_s, late_s, tied_s = (
+            of[np.cumsum(begins) - 1] for of in (best.once_s, best.late_s, best.tied_s)
+        )
+        beats = (left.once_s < once_s) | (left.late_s < late_s) | (left.tied_s < tied_s)
+        left = _Cells(*[of[beats] for of in left])
+    return _Cells(*[np.concatenate(of) for of in zip(*kept, strict=True)])

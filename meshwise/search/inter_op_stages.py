@@ -7,7 +7,7 @@ those of its layers added up, and of its ends (``Terms``). Seconds are the terms
 those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices what is best.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from meshwise import schedule
-from meshwise.models.placement import is_tied
+from meshwise.models import placement, program_of
 from meshwise.prices import Prices
 from meshwise.search import room, space
 from meshwise.search.bound import (
@@ -31,18 +31,19 @@ from meshwise.search.bound import (
     hooked_s,
     layer_work,
     side_by_side_s,
-    traffic_of,
 )
-from meshwise.search.charges import beside_of, hooks_of
+from meshwise.search.charges import beside_of, copies_take, hooks_of, spent_on
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
 from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
+from meshwise.search.simulate import COPIES, WAITING
+from meshwise.search.stage import StageKind, graph_of
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
 
 MOST = 50  # layouts returned
 _UNITS = 64  # that devices are counted in: more take long, and stages have many of them
-_MARGIN = 1.01  # layouts whose estimate is further off the best are not priced
+_MARGIN, _FEW = 1.01, 0.15  # estimates further off the best are not priced; more off by microbatch
 _TURNS = (2, 4)  # stages of a rank, if several
 _DEEP = 16  # ranks; interleaved, more of them are tried only if their number divides the devices
 _WORDS: tuple[Recompute, ...] = ("selective", "full")
@@ -52,13 +53,16 @@ Rows = tuple[int, int]  # of a microbatch over a whole stage, and the stages of 
 
 class Terms(NamedTuple):
     """The addends of a layer, or of an end of a stage. ``pace_s``: forward and backward of a
-    microbatch, beside the messages that ZeRO-2 and 3 send with each. ``tail_s``: what the messages
-    of a step (ZeRO-0 and 1) add in the first stage, which ends last. ``resident``: bytes at any
-    time. ``held``: of each microbatch in flight. ``slower_s`` and ``spared``: seconds more and
-    bytes less if the layer is computed again."""
+    microbatch, beside the messages that ZeRO-2 and 3 send with each. ``first_s``: what messages
+    that a step sends once add to the first forward and the last backward. After the last backward,
+    ``reduce_s``: of the reduction that nothing hides, ``ending_s``: of the optimizer. ``resident``:
+    bytes at any time. ``held``: of each microbatch in flight. ``slower_s`` and ``spared``: seconds
+    more and bytes less if the layer is computed again."""
 
     pace_s: float = 0.0
-    tail_s: float = 0.0
+    first_s: float = 0.0
+    reduce_s: float = 0.0
+    ending_s: float = 0.0
     resident: float = 0.0
     held: float = 0.0
     slower_s: float = 0.0
@@ -129,7 +133,7 @@ def frames(
     ]
     return sorted(
         [frame for frame in found if frame is not None],
-        key=lambda frame: frame.problems[0].time_s(*frame.floor.whole),
+        key=lambda frame: frame.problems[0].least_s(*frame.floor.whole),
     )
 
 
@@ -143,21 +147,21 @@ def layouts(
     hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
     posed = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
     for frame, number, problem in sorted(posed, key=lambda each: each[2].turns):
-        about, floor_s = (frame.rows, problem.turns), problem.time_s(*frame.floor.whole)
+        about, floor_s = (frame.rows, problem.turns), problem.least_s(*frame.floor.whole)
         problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
         if about in hopeless or cutoff_s <= floor_s:
             continue
         answer = frame.answers.get(number)
         if answer is None or not answer.holds(problem.limit_bytes, cutoff_s):
             floor = frame.floor if problem.turns == 1 else least(frame.table, problem)
-            if problem.time_s(*floor.whole) >= cutoff_s:
+            if problem.least_s(*floor.whole) >= cutoff_s:
                 hopeless.add(about)
                 continue
             divisions = divide(frame.table, problem, cutoff_s, floor)
             answer = frame.answers[number] = _Answer(problem.limit_bytes, cutoff_s, divisions)
         for division in [fast for fast in answer.divisions if fast.time_s < cutoff_s]:
             found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
-            cutoff_s = min(cutoff_s, _MARGIN * division.time_s)
+            cutoff_s = min(cutoff_s, (_MARGIN + _FEW / problem.num_microbatches) * division.time_s)
     return [layout for _, layout in sorted(found, key=lambda each: each[0])[:MOST]]
 
 
@@ -173,7 +177,7 @@ def _frame(
         return None
     ways, table = _stages(asked, priced)
     floor = least(table, problems[0])
-    if min([problem.time_s(*floor.whole) for problem in problems]) >= cutoff_s:
+    if min([problem.least_s(*floor.whole) for problem in problems]) >= cutoff_s:
         return None
     return Frame(rows, ways, table, problems, floor, {})
 
@@ -204,7 +208,7 @@ def _problems(asked: _Asked, rows: int) -> Iterator[Problem]:
             is_usual = pp <= _DEEP or units % pp == 0
             if is_usual and schedule.check("interleaved_1f1b", pp, turns, count) is None:
                 ahead = [min(count, (2 * s + 1 + (turns - 1) * pp) / turns) for s in range(pp)]
-                yield Problem(*about, ahead, limit, turns, exactly=True, recomputed=again)
+                yield Problem(*about, ahead, limit, turns, True, recomputed=again)
 
 
 def _ways(asked: _Asked, rows: int) -> list[Layout]:
@@ -259,7 +263,7 @@ def _stages(asked: _Asked, priced: Sequence[_Priced]) -> tuple[list[Layout], Sta
     of = sums[:, stop] - sums[:, start] + inner
     of[:, start == 0] += first
     of[:, stop == len(kinds)] += last
-    pace_s, tail_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
+    pace_s, first_s, reduce_s, ending_s, resident, held, slower_s, spared = np.moveaxis(of, -1, 0)
     if within.recompute is not None:  # nothing is left to choose
         if within.recompute != "none":
             pace_s, held = pace_s + slower_s, held - spared
@@ -273,8 +277,10 @@ def _stages(asked: _Asked, priced: Sequence[_Priced]) -> tuple[list[Layout], Sta
         hops_s=beside[:, :2],
         kind=kind,
         layers=stop - start,
-        once_s=pace_s + (start == 0) * (tail_s + beside[:, 2:3]),
+        once_s=pace_s + first_s,
         pace_s=pace_s,
+        late_s=reduce_s + ending_s + (start == 0) * beside[:, 2:3],
+        tied_s=(stop == len(kinds)) * placement.is_tied(model) * (ending_s + beside[:, 2:3]),
         resident=resident + beside[:, 3:],
         held=held,
         slower_s=slower_s / (stop - start),
@@ -319,7 +325,7 @@ def _terms(
     """Yield, for each word of what may be computed again, the terms of each kind of layer, then of
     a stage beside its layers, and what the first and the last stage add to these."""
     cut, about, order = cut_of(way), (model, seq_len), [*dict.fromkeys(kinds)]
-    hooks = hooks_of(way, prices)
+    hooks, beside = hooks_of(way, prices), beside_of(way, prices)
 
     @cache
     def stage_bytes(kind: LayerKind, count: int, first: bool = False, last: bool = False) -> Array:
@@ -329,13 +335,13 @@ def _terms(
 
     def layer(kind: LayerKind) -> Terms:
         work, third = layer_work(*about, cut, prices, (kind, NOTHING)), stage_bytes(kind, 3)
-        whole, each = sent(*about, way, prices, kind)
-        hooks_s = hooked_s(*about, cut, prices, kind, hooks)
-        alone_s, together = work.both_s + hooks_s + each.copies_s, way.zero >= 2
-        sent_s = each.messages_s if together else whole.messages_s
-        beside_s = side_by_side_s(alone_s, work.messages_s, sent_s, beside_of(way, prices))
-        pace_s, tail_s = (beside_s, 0.0) if together else (alone_s, beside_s - alone_s)
-        return Terms(pace_s, tail_s, *(third - stage_bytes(kind, 2)))
+        of = sent(*about, way, prices, kind)
+        alone_s = work.both_s + hooked_s(*about, cut, prices, kind, hooks)
+        pace_s, once_s = (
+            side_by_side_s(alone_s + each.copies_s, work.messages_s, each.messages_s, beside)
+            for each in (of.each, of.once)
+        )
+        return Terms(pace_s, once_s - pace_s, 0.0, of.ending_s, *(third - stage_bytes(kind, 2)))
 
     def recomputed(kind: LayerKind, word: Recompute) -> Terms:
         slower_s, held = _recomputed(*about, cut, prices, kind, word)
@@ -344,10 +350,18 @@ def _terms(
 
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Terms:
         """Return the terms of a stage beside its layers."""
-        of = stage_bytes(kind, 2, first, last) if first or last else stage_bytes(kind, 2)
-        resident, held = of[0] - 2 * layers[kind].resident, of[1] - 2 * layers[kind].held
+        size = stage_bytes(kind, 2, first, last) if first or last else stage_bytes(kind, 2)
+        resident, held = size[0] - 2 * layers[kind].resident, size[1] - 2 * layers[kind].held
         work = end_work(*about, cut, prices, kind, first=first, last=last)
-        return Terms(work.both_s, 0.0, resident, held)
+        of, inner = sent(*about, way, prices, kind, first, last), sent(*about, way, prices, kind)
+        # messages before all work and after it: of a layer, or of the embedding and one
+        gathers_s = (of if first else inner).gathers_s
+        waits_s, reduce_s = (of.layer_s, of.root_s) if first else (0.0, of.layer_s)
+        each_s = gathers_s * (way.zero == 3) + waits_s * (way.zero >= 2)
+        once_s = gathers_s + waits_s + of.once.copies_s - inner.once.copies_s
+        each_s += of.each.copies_s - inner.each.copies_s
+        ending_s = of.ending_s - inner.ending_s
+        return Terms(work.both_s + each_s, once_s - each_s, reduce_s, ending_s, resident, held)
 
     layers = {kind: layer(kind) for kind in order}
     inner = Terms(*map(max, zip(*map(end, order), strict=True)))
@@ -370,38 +384,72 @@ def _recomputed(
     return again.both_s - plain.both_s, three - two
 
 
+class StageTraffic(NamedTuple):
+    """Seconds of a stage's data parallelism: of messages and of copies that a middle microbatch
+    needs (``each``), and of those that the first forward and the last backward need (``once``). Of
+    the latter's messages, those of the layer and of the root that reduce gradients. ``ending_s``:
+    of the work after the last action, which is the optimizer's and sums over tp."""
+
+    each: DataTraffic
+    once: DataTraffic
+    layer_s: float
+    root_s: float
+    ending_s: float
+
+    @property
+    def gathers_s(self) -> float:
+        return self.once.messages_s - self.layer_s - self.root_s
+
+
 def sent(
-    model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
-) -> tuple[DataTraffic, DataTraffic]:
-    """Return a layer's traffic in a step of one microbatch, and what another one adds. It moves
-    weights, so that the size of microbatches does not matter."""
-    one = space.unchecked(way, num_microbatches=1, microbatch_size=1)
-    whole, each = _sent(model, seq_len, one, prices, kind)
-    return whole, each if way.num_microbatches > 1 else whole
+    model: AnyModel,
+    seq_len: int,
+    way: Layout,
+    prices: Prices,
+    kind: LayerKind,
+    first: bool = False,
+    last: bool = False,
+) -> StageTraffic:
+    """Return the traffic of a stage of one layer. It moves weights, so that the size of
+    microbatches does not matter."""
+    some = space.unchecked(way, num_microbatches=min(3, way.num_microbatches), microbatch_size=1)
+    return _sent(StageKind(model, seq_len, (kind,), first, last, (), some, False), prices)
 
 
 @lru_cache(maxsize=16384)
-def _sent(
-    model: AnyModel, seq_len: int, way: Layout, prices: Prices, kind: LayerKind
-) -> tuple[DataTraffic, DataTraffic]:
-    """Return a layer's traffic in a step of one microbatch, and what one of several adds."""
-    one, two, three = (
-        traffic_of(
-            model, seq_len, kind, space.unchecked(way, num_microbatches=count), False, prices
-        )[0]
-        for count in (1, 2, 3)
+def _sent(stage: StageKind, prices: Prices) -> StageTraffic:
+    costs, way = prices.costs, stage.layout
+    graph, count = graph_of(stage, costs), way.num_microbatches
+    program = program_of(graph, way, costs.dtype, idle=True, recipe=costs.recipe)
+    of_each = ("F", min(1, count - 1)), ("B", max(0, count - 2))
+    of_once = ("F", 0), ("B", count - 1)
+    each, once, reduces = (defaultdict[str | bool, float](float) for _ in range(3))
+    for action, microbatch, start, stop in program.actions:
+        for task in program.tasks[start:stop]:
+            if (part := spent_on(task)) not in (WAITING, COPIES):
+                continue
+            time_s, at = prices.estimate(task.op).time_s, (action, microbatch)
+            each[part] += time_s * (at in of_each)
+            once[part] += time_s * (at in of_once)
+            if part == WAITING and getattr(task.op, "kind", "") != "all_gather":
+                reduces[task.name.startswith("root.")] += time_s * (at in of_once)
+    longer, _ = copies_take(prices)
+    ending = [task.op for task in program.tasks[program.actions[-1].stop :]]
+    return StageTraffic(
+        DataTraffic(each[WAITING], longer * each[COPIES]),
+        DataTraffic(once[WAITING], longer * once[COPIES]),
+        reduces[False],
+        reduces[True],
+        sum(prices.estimate(op).time_s for op in ending),
     )
-    return one, three.plus(two, -1)
 
 
 def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:
     """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
     the next host; of a step's exchange of a tied embedding; and the bytes of messages and of all
     else that is no layer's."""
-    if not is_tied(model):
-        way = space.unchecked(
-            way, zero=0, replicas=1, ep=1
-        )  # no matter for messages between stages
+    if not placement.is_tied(model):  # then these do not matter
+        way = space.unchecked(way, zero=0, replicas=1, ep=1)
     return _passed_on(model, workload, way, prices)
 
 

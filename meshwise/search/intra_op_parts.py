@@ -236,9 +236,9 @@ class PartTable:
         beside nothing, and of their copies."""
         found = dict[LayerKind, tuple[float, float]]()
         for kind, _ in self.layers:
-            whole, each = sent(*self.about, self.inside, self.prices, kind)
+            each, once, *_ = sent(*self.about, self.inside, self.prices, kind)
             of = layer_work(*self.about, cut_of(self.inside), self.prices, (kind, NOTHING))
-            messages_s = (each if self.inside.zero >= 2 else whole).messages_s * self.exposed
+            messages_s = (each if self.inside.zero >= 2 else once).messages_s * self.exposed
             found[kind] = messages_s / of.parameter_bytes, each.copies_s / of.parameter_bytes
         return found
 

@@ -149,7 +149,8 @@ def _holding(
     wide, narrow, sums = computed / kept, costs.dtype != "fp32", reduced / kept
     copied = wide if narrow or layout.num_devices > layout.pp else 0.0
     bare = not narrow and layout.tp * layout.cp * layout.ep == 1  # ``of`` has no copies to reduce
-    added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else widest
+    # ZeRO-3: this unit's and, while a layer is computed again, the next one's
+    added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else 2 * widest
     unit, rounding = max(widest, root), _ROUNDING * len(end.kinds)
     sent = unit * (sums + (reduced != kept))  # and what was reduced in another dtype
     waits = adds_up * wide * of.parameters
@@ -192,9 +193,9 @@ def _activity(
 
     whole = {of: some((of,), end.first, end.last) for of in set(layers)}
     single = {of: some((of,), False, False) for of in set(layers)}
-    pairs = {two: some(two, False, False)[1] for two in {*pairwise(layers), (layers[0],) * 2}}
+    pairs = {two: some(two, False, False) for two in {*pairwise(layers), (layers[0],) * 2}}
     start, *others = layers
-    further = {two: held - single[two[0]][1] for two, held in pairs.items()}
+    further = {two: of[1] - single[two[0]][1] for two, of in pairs.items()}
     held = whole[start][1] + sum(further[two] for two in pairwise(layers))
     # the first microbatch holds its input whole, the others only the part that is saved
     unsaved = further[start, start] - single[start][1]
@@ -204,7 +205,7 @@ def _activity(
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
         single=most_single,
-        action=max(of[2] for of in whole.values()),
+        action=max(of[2] for of in (*whole.values(), *pairs.values())),
         backward=some(layers[-1:], False, end.last)[3],  # its first layer: all others' are held
         second=single[layers[-2]][3] - most_single if others else -math.inf,
     )

@@ -432,6 +432,31 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe):
                     assert limit > max(needed.values()), (model, rung.name)
 
 
+LARGE = Layout(pp=4, tp=2, schedule="1f1b", microbatch_size=16, recompute="full")
+
+
+@pytest.mark.parametrize("lowering", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[{"recompute_layers": again, "num_microbatches": 4} for again in (5, 10, 20)],
+        {"dp": 2, "zero": 3, "num_microbatches": 2, "layers": (17, 49, 1, 13)},
+    ],
+    ids=["5 again", "10 again", "20 again", "zero 3"],
+)
+def test_bounds_of_memory_hold_for_a_large_model(changes, lowering):
+    """A compiled layer saves less of another's result than of its stage's input; ZeRO-3 gathers one
+    unit more while a layer is computed again."""
+    model, layout = catalogue.find("llama-3-70b"), msgspec.structs.replace(LARGE, **changes)
+    workload = Workload(global_batch_size=layout.batch_size, seq_len=8192)
+    there = unmeasured(files.take("h100-hgx", Cluster))
+    prices = Prices(msgspec.structs.replace(there, lowering=lowering), datasheet=True)
+    peak = memory_of(model, workload, layout, prices)[1].total_bytes
+    least, most = room.between(model, workload, layout, prices)
+    assert bound.memory_bytes(model, 8192, layout, prices) <= peak
+    assert least <= peak <= most
+
+
 CAPACITY = msgspec.structs.replace(
     MODEL,
     experts=Experts(num_experts=4, top_k=2, ffn=2048, every=2, capacity_factor=1.0, group_size=32),

@@ -153,13 +153,14 @@ def test_a_stage_s_devices_and_its_flops_go_together(layers, tolerance, fits):
 
 
 def test_layers_that_all_stages_recompute_take_a_second_forward():
-    """Forward and backward are 3 parts, with another forward 4; the head is not computed again."""
+    """Forward and backward are 3 parts, with another forward 4; the head is not computed
+    again, nor are gradients added up again."""
     floors_s, prices = [], Prices(costs_of(), datasheet=True)
     for word in ("none", "full"):
         within = space_of(["num_microbatches=8", f"recompute={word}"])
         (frame,) = inter_op_stages.frames(MODEL, WORKLOAD, prices, 8, within)
         floors_s.append(frame.floor.whole[1])  # of the slowest stage
-    assert 1.2 < floors_s[1] / floors_s[0] < 4 / 3
+    assert 1.1 < floors_s[1] / floors_s[0] < 4 / 3
 
 
 def test_words_become_a_space_the_later_ones_in_place_of_earlier():
