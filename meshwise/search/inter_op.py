@@ -36,13 +36,13 @@ Stages lie on devices in order. A stage stays within a host, or fills whole host
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray
 _FORWARD = 1 / 3  # of a stage's seconds
+_MOST_S = 1e300  # for infinity, of which 0 times and differences have no value
 _SAME = 1e-9  # of a layer: rounding in the count of layers computed again
 _SLACKS = (1.03, 1.1, 1.3, np.inf)  # over the least possible, tried in turn
 
@@ -100,18 +100,30 @@ class Problem(NamedTuple):
     def ahead(self, in_flight: float) -> float:
         return in_flight - 1 if self.turns == 1 else 0.0
 
-    def least_s(self, sum_s: Any, slowest_s: Any) -> Any:
-        """Return the least T of stages whose sum and whose max are at least these."""
-        return sum_s + (self.further - _FORWARD * self.ahead(max(self.in_flight))) * slowest_s
+    def spare_s(self, below_s: float) -> float:
+        """Return the most seconds that a stage's forwards ahead hide of each stage behind it, in a
+        division below a time: a third of the most that the slowest stage can take."""
+        if self.turns > 1 or self.further <= 0:
+            return 0.0
+        return min(_FORWARD * below_s / self.further, _MOST_S)
+
+    def least_s(self, sum_s: Any, slowest_s: Any, net_s: Any = -np.inf) -> Any:
+        """Return the least T of stages whose sum and whose max are at least these. ``net_s``: at
+        least their sum, less ``spare_s`` for each stage."""
+        hidden, slowest_s = (
+            _FORWARD * self.ahead(max(self.in_flight)),
+            np.minimum(slowest_s, _MOST_S),
+        )
+        return np.maximum(
+            sum_s + (self.further - hidden) * slowest_s,
+            self.further * slowest_s + np.maximum(0.0, net_s),
+        )
 
     def may_be(self, once_s: Array, pace_s: Array, rest_s: Array, below_s: float) -> Array:
         """Return which stages, of so many seconds in all turns, may be in a division below a time,
         with the least sum and the least max of the layers before them."""
         sums, maxes = rest_s
-        with np.errstate(invalid="ignore"):  # 0 times infinity
-            found: Array = (
-                self.least_s(once_s / self.turns + sums, np.maximum(pace_s, maxes)) < below_s
-            )
+        found: Array = self.least_s(once_s / self.turns + sums, np.maximum(pace_s, maxes)) < below_s
         return found
 
     def is_within(self, first: int, devices: int) -> bool:
@@ -136,14 +148,16 @@ class Division(NamedTuple):
 
 class Least(NamedTuple):
     """The least sum and the least max of stages that run the first ``stop`` layers on the first
-    ``used`` devices, [stop][used]. The first stage's late is part of the sum."""
+    ``used`` devices, [stop][used]. The first stage's late is part of the sum. ``nets``: of the
+    least sum less ``spare_s`` for each stage."""
 
-    sums: list[list[float]]
-    maxes: list[list[float]]
+    sums: Array
+    maxes: Array
+    nets: Array
 
     @property
-    def whole(self) -> tuple[float, float]:
-        return self.sums[-1][-1], self.maxes[-1][-1]
+    def whole(self) -> tuple[float, float, float]:
+        return float(self.sums[-1, -1]), float(self.maxes[-1, -1]), float(self.nets[-1, -1])
 
 
 class _Quick(NamedTuple):
@@ -183,6 +197,18 @@ class _Cells(NamedTuple):
     again: Array
 
 
+class _Before(NamedTuple):
+    """Stages that stop at one layer, on so many devices: [stage]."""
+
+    start: Array
+    way: Array
+    once_s: Array
+    pace_s: Array
+    late_s: Array
+    tied_s: Array
+    again: Array
+
+
 class _Partial(NamedTuple):
     """S, V and T of the last stages, and the seconds that the last one waits to spend after the
     first; the first of them, and the others."""
@@ -195,7 +221,6 @@ class _Partial(NamedTuple):
     behind: "_Partial | None" = None
 
 
-_Ways = list[tuple[int, float, float, float, float, float]]  # as of _Cells
 _States = dict[tuple[int, int], list[_Partial]]  # by first layer and number of devices
 
 
@@ -205,25 +230,29 @@ def divide(
     """Return the best division, and others, fastest first: each first stage before all that no
     other beats behind it. None takes ``cutoff_s`` or more; there may be none. ``floor``: ``least``
     of both, if it is known."""
-    rest = [floor or least(table, problem)]
+    if floor is not None and problem.least_s(*floor.whole) >= cutoff_s:
+        return []
+    rest = [least(table, problem, cutoff_s)]
     least_s = problem.least_s(*rest[0].whole)
     if least_s >= cutoff_s:
         return []
     quick = _quick(table, problem, cutoff_s, rest[0])
     for slack in _SLACKS:
         below_s = min(cutoff_s, slack * least_s)
-        if found := _below(table, problem, rest, below_s, quick.below(problem, below_s)):
+        if found := _below(table, problem, rest, cutoff_s, below_s, quick.below(problem, below_s)):
             return sorted(found, key=lambda division: division.time_s)
         if below_s == cutoff_s:
             break
     return []
 
 
-def least(table: StageTable, problem: Problem) -> Least:
-    """Return what stages take at least, each with as few microbatches in flight as can be."""
+def least(table: StageTable, problem: Problem, below_s: float = np.inf) -> Least:
+    """Return what stages take at least, each with as few microbatches in flight as can be, in a
+    division below a time."""
     count, ends = table.num_layers, np.arange(problem.num_devices + 1)
-    sums, maxes = np.full((2, count + 1, len(ends)), np.inf)
-    sums[0, 0] = maxes[0, 0] = 0.0
+    sums, maxes, nets = np.full((3, count + 1, len(ends)), np.inf)
+    sums[0, 0] = maxes[0, 0] = nets[0, 0] = 0.0
+    spare_s = problem.spare_s(below_s)
     again, fits = _again(table, problem, min(problem.in_flight))
     fits &= np.isfinite(table.pace_s)
     more_s, stages = again * table.slower_s, []
@@ -250,48 +279,68 @@ def least(table: StageTable, problem: Problem) -> Least:
             of = slice(max(0, stop - longest), stop)
             total = (sums[of, before] + once_s[of, stop, None]).min(axis=0)
             slowest = np.maximum(maxes[of, before], pace_s[of, stop, None]).min(axis=0)
+            net = (nets[of, before] + once_s[of, stop, None]).min(axis=0) - spare_s
             sums[stop, here] = np.minimum(sums[stop, here], total)
+            nets[stop, here] = np.minimum(nets[stop, here], net)
             maxes[stop, here] = np.minimum(maxes[stop, here], slowest)
-    return Least(sums.tolist(), maxes.tolist())
+    return Least(sums, maxes, nets)
 
 
 def _below(
-    table: StageTable, problem: Problem, rest: list[Least], below_s: float, quick: _Quick
+    table: StageTable,
+    problem: Problem,
+    rest: list[Least],
+    cutoff_s: float,
+    below_s: float,
+    quick: _Quick,
 ) -> list[Division]:
     """Go through the divisions below this time, stage by stage from the last. ``rest[n]``: the
     least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added.
     ``quick``: the stages that may be in them."""
-    found = list[Division]()
+    found, spare_s = list[Division](), problem.spare_s(cutoff_s)
+    # forwards ahead of a stage beyond one for each stage behind it
+    beyond = max([problem.ahead(of) - behind for behind, of in enumerate(problem.in_flight)])
     states: _States = {(table.num_layers, 0): [_Partial()]}
     for behind, in_flight in enumerate(problem.in_flight):
         stages = _Stages(table, problem, in_flight, below_s, quick)
         ahead = problem.ahead(in_flight)
         if behind + 1 == 2 ** len(rest) < len(problem.in_flight) and not problem.exactly:
             fewest = problem._replace(in_flight=problem.in_flight[behind + 1 :])
-            rest.append(least(table, fewest))
-        sums, maxes = rest[min(len(rest), (behind + 1).bit_length()) - 1]
+            rest.append(least(table, fewest, cutoff_s))
+        sums, maxes, nets = rest[min(len(rest), (behind + 1).bit_length()) - 1]
         further: _States = {}
         for (stop, used), partials in states.items():
-            end = problem.num_devices - used
+            end, behind_s = problem.num_devices - used, np.asarray([of[:4] for of in partials])
             for size in stages.sizes:
                 first = end - size
                 if first < 0 or not problem.is_within(first, size):
                     continue
-                for start, ways in stages.before(stop, size, end):
-                    rest_s, slowest_s = sums[start][first], maxes[start][first]
-                    if problem.least_s(rest_s, slowest_s) >= below_s:
-                        continue
-                    here = further.setdefault((start, used + size), [])
-                    for (way, *seconds, again), other in product(ways, partials):
-                        stage = Portion(way, start, stop, int(again))
-                        new = _before(other, problem, ahead, stage, *seconds)
-                        least_s = problem.least_s(new.sum_s + rest_s, slowest_s)
-                        if max(least_s, new.busy_s + rest_s, new.time_s) >= below_s:
-                            continue
-                        if start:
-                            _keep(here, new)
-                        else:
-                            here.append(new)
+                of = stages.before(stop, size, end)
+                if not len(of.start):
+                    continue
+                seconds = _before(behind_s.T[:, :, None], problem, ahead, of)
+                rest_s, slowest_s = sums[of.start, first], maxes[of.start, first]
+                sum_s, busy_s, time_s, _ = seconds
+                net_s = nets[of.start, first] + sum_s - (behind + 1 + beyond) * spare_s
+                may = problem.least_s(sum_s + rest_s, slowest_s, net_s) < below_s
+                may &= (busy_s + rest_s < below_s) & (time_s < below_s)
+                if not may.any():
+                    continue
+                others, ways = np.nonzero(may)
+                columns = [each[others, ways] for each in seconds]
+                # the first stage before all: each is a division
+                apart = np.where(of.start[ways] > 0, 0, np.arange(len(ways)))
+                kept = _front(of.start[ways] + apart * (table.num_layers + 1), *columns)
+                for at in kept.tolist():
+                    way = ways[at]
+                    stage = Portion(int(of.way[way]), int(of.start[way]), stop, int(of.again[way]))
+                    so_far = [float(column[at]) for column in columns]
+                    new = _Partial._make([*so_far, stage, partials[others[at]]])
+                    here = further.setdefault((stage.start, used + size), [])
+                    if stage.start:
+                        _keep(here, new)
+                    else:
+                        here.append(new)
         whole = further.pop((0, problem.num_devices), [])
         if not problem.exactly or behind == len(problem.in_flight) - 1:
             found += [_division(partial) for partial in whole]
@@ -301,24 +350,15 @@ def _below(
     return found
 
 
-def _before(
-    others: _Partial,
-    problem: Problem,
-    ahead: float,
-    stage: Portion,
-    once_s: float,
-    pace_s: float,
-    late_s: float,
-    tied_s: float,
-) -> _Partial:
-    """Return the partial division with a stage put before the others."""
-    waits_s = max(0.0, others.sum_s - _FORWARD * ahead * pace_s)
-    busy_s = once_s + max(others.busy_s, problem.further * pace_s + waits_s)
-    tied_s = max(others.tied_s, tied_s)
-    time_s = max(others.time_s + _FORWARD * once_s, busy_s + late_s)
-    if not stage.start:
-        time_s = max(time_s, busy_s + tied_s)
-    return _Partial(once_s + others.sum_s, busy_s, time_s, tied_s, stage, others)
+def _before(others: Array, problem: Problem, ahead: float, of: _Before) -> tuple[Array, ...]:
+    """Return S, V, T and tied of partial divisions, [partial, stage], with a stage put before."""
+    sum_s, busy_s, time_s, tied_s = others
+    waits_s = np.maximum(0.0, sum_s - _FORWARD * ahead * of.pace_s)
+    busy_s = of.once_s + np.maximum(busy_s, problem.further * of.pace_s + waits_s)
+    tied_s = np.maximum(tied_s, of.tied_s)
+    time_s = np.maximum(time_s + _FORWARD * of.once_s, busy_s + of.late_s)
+    time_s = np.where(of.start == 0, np.maximum(time_s, busy_s + tied_s), time_s)
+    return of.once_s + sum_s, busy_s, time_s, tied_s
 
 
 def _keep(partials: list[_Partial], new: _Partial) -> None:
@@ -347,28 +387,27 @@ class _Stages:
         self, table: StageTable, problem: Problem, in_flight: float, below_s: float, of: _Quick
     ) -> None:
         self.table, self.problem = table, problem
-        self.of_kind: dict[tuple[int, bool], dict[int, _Ways]] = {}
-        self.known: dict[tuple[int, int, bool], list[tuple[int, _Ways]]] = {}
+        self.of_place: dict[tuple[int, bool], _Cells] = {}
+        self.known: dict[tuple[int, int, bool], _Before] = {}
         for across, every in enumerate(_cells(table, problem, in_flight, below_s, of)):
-            columns = _unbeaten(every)
-            places = np.divmod(columns.place, len(table.layers))
-            for size, kind, *way in zip(
-                *[each.tolist() for each in (*places, *columns[1:])], strict=True
-            ):
-                by_kind = self.of_kind.setdefault((size, bool(across)), {})
-                by_kind.setdefault(kind, []).append(
-                    (way[0], way[1], way[2], way[3], way[4], way[5])
-                )
-        self.sizes = sorted({size for size, _ in self.of_kind})
+            cells = _unbeaten(every)
+            size, kind = np.divmod(cells.place, len(table.layers))
+            for each in np.unique(size).tolist():
+                here = cells._replace(place=kind)
+                self.of_place[each, bool(across)] = _Cells(*[of[size == each] for of in here])
+        self.sizes = sorted({size for size, _ in self.of_place})
 
-    def before(self, stop: int, size: int, end: int) -> list[tuple[int, _Ways]]:
-        """Return where stages may start that stop there, on devices up to ``end``, and how."""
+    def before(self, stop: int, size: int, end: int) -> _Before:
+        """Return the stages that stop there, on devices up to ``end``."""
         across = end % self.problem.per_host == 0
         found = self.known.get((stop, size, across))
         if found is None:
-            by_kind = self.of_kind.get((size, across), {})
-            kinds = enumerate(self.table.kind[:stop, stop].tolist())
-            found = [(start, by_kind[kind]) for start, kind in kinds if kind in by_kind]
+            kinds = self.table.kind[:stop, stop]
+            cells = self.of_place.get((size, across))
+            if cells is None:
+                cells = _Cells(*[np.zeros(0, int)] * len(_Cells._fields))
+            start, at = np.nonzero(kinds[:, None] == cells.place)
+            found = _Before(start, *[of[at] for of in cells[1:]])
             self.known[stop, size, across] = found
         return found
 
@@ -379,8 +418,8 @@ def _quick(table: StageTable, problem: Problem, below_s: float, rest: Least) -> 
     starts, stops = np.nonzero(table.kind >= 0)
     sizes, at = np.unique(table.devices, return_inverse=True)
     found = np.full((2, len(table.layers), len(sizes)), np.inf)
-    for least_s, of in zip(found, rest, strict=True):
-        up_to = np.minimum.accumulate(np.asarray(of), axis=1)  # [start, devices at most]
+    for least_s, of in zip(found, rest[:2], strict=True):
+        up_to = np.minimum.accumulate(of, axis=1)  # [start, devices at most]
         left = up_to[starts[:, None], np.maximum(0, problem.num_devices - sizes)]
         np.minimum.at(least_s, table.kind[starts, stops], left)
     sums, maxes = np.moveaxis(found[:, :, at], 1, 2)
@@ -418,17 +457,22 @@ def _cells(
 
 
 def _unbeaten(cells: _Cells) -> _Cells:
-    """Return, of each place, the stage of least pace, then that of least pace among those with a
-    smaller sum or an earlier end, and so on; of equal ones the first way."""
-    by = (cells.way, cells.tied_s, cells.late_s, cells.once_s, cells.pace_s, cells.place)
-    left, kept = _Cells(*[of[np.lexsort(by)] for of in cells]), list[_Cells]()
-    while len(left.place) or not kept:
-        begins = np.diff(left.place, prepend=-1) != 0
-        best = _Cells(*[of[begins] for of in left])
-        kept.append(best)
-        once_s, late_s, tied_s = (
-            of[np.cumsum(begins) - 1] for of in (best.once_s, best.late_s, best.tied_s)
-        )
-        beats = (left.once_s < once_s) | (left.late_s < late_s) | (left.tied_s < tied_s)
-        left = _Cells(*[of[beats] for of in left])
-    return _Cells(*[np.concatenate(of) for of in zip(*kept, strict=True)])
+    """Return those that no other at the same place beats in all seconds; of equal ones the first
+    way."""
+    kept = _front(cells.place, cells.pace_s, cells.once_s, cells.late_s, cells.tied_s)
+    return _Cells(*[of[kept] for of in cells])
+
+
+def _front(place: Array, *values: Array) -> Array:
+    """Return the indices of what no other at the same place beats in all values: those of least
+    first value, then those of least first value that are less in another, and so on."""
+    left, kept = np.lexsort((*values[::-1], place)), list[Array]()
+    while len(left) or not kept:
+        here = place[left]
+        begins = np.append(True, here[1:] != here[:-1])[: len(left)]
+        kept.append(left[begins])
+        best, beats = kept[-1][np.cumsum(begins) - 1], np.zeros(len(left), bool)
+        for of in values[1:]:
+            beats |= of[left] < of[best]
+        left = left[beats]
+    return np.concatenate(kept)

@@ -7,7 +7,7 @@ those of its layers added up, and of its ends (``Terms``). Seconds are the terms
 those of ``room``'s lower bound, so that no stage is simulated; ``find`` prices what is best.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 
 from meshwise import schedule
-from meshwise.models import placement, program_of
+from meshwise.models import placement
 from meshwise.prices import Prices
 from meshwise.search import room, space
 from meshwise.search.bound import (
     NOTHING,
-    DataTraffic,
     End,
     by_cut,
     cut_of,
@@ -32,11 +31,9 @@ from meshwise.search.bound import (
     layer_work,
     side_by_side_s,
 )
-from meshwise.search.charges import beside_of, copies_take, hooks_of, spent_on
+from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
-from meshwise.search.predict import exchanged, images_bytes, in_transit, most_sent, moved
-from meshwise.search.simulate import COPIES, WAITING
-from meshwise.search.stage import StageKind, graph_of
+from meshwise.search.traffic import passed_on, sent
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, Workload, layer_kinds
 from meshwise.spec.layout import Recompute, Way
@@ -82,7 +79,7 @@ class _Answer(NamedTuple):
         return less and limit_bytes <= self.limit_bytes and cutoff_s <= self.cutoff_s
 
 
-_Priced = tuple[Layout, list[Terms], tuple[float, ...]]  # a way, and as of _terms, _between
+_Priced = tuple[Layout, list[Terms], tuple[float, ...]]  # a way, and as of _terms, passed_on
 
 
 class Frame(NamedTuple):
@@ -239,7 +236,7 @@ def _priced(asked: _Asked, way: Layout) -> Iterator[_Priced]:
     was not measured."""
     model, seq_len, prices = asked.model, asked.workload.seq_len, asked.prices
     with suppress(ValueError):
-        between = _between(model, asked.workload, way, prices)
+        between = passed_on(model, asked.workload, way, prices)
         for word, terms_of in _terms(model, seq_len, way, prices, layer_kinds(model, seq_len)):
             if asked.within.recompute in (None, "none", word):
                 yield space.unchecked(way, recompute=word), terms_of, between
@@ -382,92 +379,6 @@ def _recomputed(
     ends = [End(kinds=(kind,) * count, first=False, last=False) for count in (2, 3)]
     two, three = [room.of_stage(model, seq_len, cut, end, word, prices)[1] for end in ends]
     return again.both_s - plain.both_s, three - two
-
-
-class StageTraffic(NamedTuple):
-    """Seconds of a stage's data parallelism: of messages and of copies that a middle microbatch
-    needs (``each``), and of those that the first forward and the last backward need (``once``). Of
-    the latter's messages, those of the layer and of the root that reduce gradients. ``ending_s``:
-    of the work after the last action, which is the optimizer's and sums over tp."""
-
-    each: DataTraffic
-    once: DataTraffic
-    layer_s: float
-    root_s: float
-    ending_s: float
-
-    @property
-    def gathers_s(self) -> float:
-        return self.once.messages_s - self.layer_s - self.root_s
-
-
-def sent(
-    model: AnyModel,
-    seq_len: int,
-    way: Layout,
-    prices: Prices,
-    kind: LayerKind,
-    first: bool = False,
-    last: bool = False,
-) -> StageTraffic:
-    """Return the traffic of a stage of one layer. It moves weights, so that the size of
-    microbatches does not matter."""
-    some = space.unchecked(way, num_microbatches=min(3, way.num_microbatches), microbatch_size=1)
-    return _sent(StageKind(model, seq_len, (kind,), first, last, (), some, False), prices)
-
-
-@lru_cache(maxsize=16384)
-def _sent(stage: StageKind, prices: Prices) -> StageTraffic:
-    costs, way = prices.costs, stage.layout
-    graph, count = graph_of(stage, costs), way.num_microbatches
-    program = program_of(graph, way, costs.dtype, idle=True, recipe=costs.recipe)
-    of_each = ("F", min(1, count - 1)), ("B", max(0, count - 2))
-    of_once = ("F", 0), ("B", count - 1)
-    each, once, reduces = (defaultdict[str | bool, float](float) for _ in range(3))
-    for action, microbatch, start, stop in program.actions:
-        for task in program.tasks[start:stop]:
-            if (part := spent_on(task)) not in (WAITING, COPIES):
-                continue
-            time_s, at = prices.estimate(task.op).time_s, (action, microbatch)
-            each[part] += time_s * (at in of_each)
-            once[part] += time_s * (at in of_once)
-            if part == WAITING and getattr(task.op, "kind", "") != "all_gather":
-                reduces[task.name.startswith("root.")] += time_s * (at in of_once)
-    longer, _ = copies_take(prices)
-    ending = [task.op for task in program.tasks[program.actions[-1].stop :]]
-    return StageTraffic(
-        DataTraffic(each[WAITING], longer * each[COPIES]),
-        DataTraffic(once[WAITING], longer * once[COPIES]),
-        reduces[False],
-        reduces[True],
-        sum(prices.estimate(op).time_s for op in ending),
-    )
-
-
-def _between(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:
-    """Return the seconds of sending a stage's result on and getting its gradient, on a host and to
-    the next host; of a step's exchange of a tied embedding; and the bytes of messages and of all
-    else that is no layer's."""
-    if not placement.is_tied(model):  # then these do not matter
-        way = space.unchecked(way, zero=0, replicas=1, ep=1)
-    return _passed_on(model, workload, way, prices)
-
-
-@lru_cache(maxsize=4096)
-def _passed_on(
-    model: AnyModel, workload: Workload, way: Layout, prices: Prices
-) -> tuple[float, ...]:
-    two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
-    costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
-    assert op is not None
-    apart = costs.cluster.num_devices_per_host if costs.cluster.num_hosts > 1 else 1
-    far = msgspec.structs.replace(op, group_stride=max(op.group_stride, apart))
-    within, across = (2 * prices.estimate(each).time_s for each in (op, far))
-    tied = exchanged(model, two, costs)
-    tied_s = prices.estimate(tied).time_s if tied else 0.0
-    moving, _ = in_transit(model, workload, two, costs)
-    beside = images_bytes(model, workload, two) + costs.memory_overhead_bytes
-    return within, across, tied_s, beside + (most_sent(two, costs) + 1) * moving
 
 
 def _layout(division: Division, ways: Sequence[Layout], problem: Problem, rows: int) -> Layout:

@@ -29,12 +29,12 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.bound import NOTHING, again_of, cut_of, layer_work, layers_of, stages_of
-from meshwise.search.inter_op_stages import sent
 from meshwise.search.intra_op import Array, Cost, GraphPiece, Question, solve
 from meshwise.search.predict import memory_of, predict
 from meshwise.search.simulate import ROLES
 from meshwise.search.space import unchecked
 from meshwise.search.stage import Layer, StageKind, stage_cost, views
+from meshwise.search.traffic import sent
 from meshwise.spec import AnyModel, Candidate, Cuts, LayerKind, Layout, WideResNet, Workload
 from meshwise.spec.layout import Way, rank_of
 
