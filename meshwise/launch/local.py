@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -44,7 +43,7 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
         said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
         log.warning("%s: who reaches this interface reaches the ranks; unset it for lo", said)
     running = _Processes()
-    with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
+    with signals.held() as held, scratch.folder() as folder, keeper.beside() as groups:
         path = folder / "order.json"
         files.write_whole(path, msgspec.json.encode(order), sync=False)
         # torch's symmetric memory opens sockets in TMPDIR, with names that others can predict
@@ -102,26 +101,6 @@ def _worker() -> tuple[str, ...]:
     """Return the arguments that start a rank. It imports from the working directory, which others
     may share, only if this process does."""
     return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
-
-
-@contextlib.contextmanager
-def _keeper() -> Iterator[IO[bytes]]:
-    """Start the keeper. Yield the file for process groups that must not outlive this process."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        yield process.stdin
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
 
 
 class _Processes:
