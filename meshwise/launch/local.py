@@ -29,6 +29,11 @@ _ENDING_S = 3.0  # for a rank with a core of its own to end after SIGTERM
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to free its memory
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
+USUAL = {  # of every rank, unless the user says otherwise
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store also warns of timeouts that we report ourselves
+    "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
+}
 _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
@@ -71,15 +76,10 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return the variables to set for a rank. Of those in ``usual`` the user's own values win."""
+    """Return the variables to set for a rank. Of the usual ones the user's own values win."""
     from meshwise import ranks
 
-    usual = {
-        **ranks.LOOPBACK,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store also warns of timeouts that we report ourselves
-        "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
-    }
+    usual = {**ranks.LOOPBACK, **USUAL}
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,

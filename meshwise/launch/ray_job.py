@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from meshwise import files
-from meshwise.launch import failures
+from meshwise.launch import failures, local
 from meshwise.launch.errand import Errand
+from meshwise.launch.failed import RanksFailed
 from meshwise.launch.failures import Fate
 from meshwise.launch.ray_actor import Rank
 from meshwise.launch.ray_hosts import RayHost, Seat, ranked, variables
@@ -42,6 +43,7 @@ class RayJob:
         self.asked: dict[Any, int] = {}  # the rank by the answer that it owes
         self.codes: dict[int, int] = {}
         self.fates: dict[int, Fate] = {}  # of ranks that failed
+        self.lost: RanksFailed | None = None
         self.said: dict[int, str] = {}  # the last line of standard error
         self.kept: list[tuple[bool, str]] = []
         self.limit_s = float("inf")
@@ -106,7 +108,9 @@ class RayJob:
             try:
                 lines, code = self.ray.get(answer)
             except self.ray.exceptions.RayError as error:
-                self._failed(rank, f"rank {rank}: {self._loss(rank, error)}")
+                self.lost = self.lost or RanksFailed(
+                    f"rank {rank}: {self._loss(rank, error)}; the other ranks were ended", rank
+                )
                 self.limit_s = 0.0
                 continue
             for is_error, line in lines:
@@ -174,7 +178,7 @@ class RayJob:
             print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
         if code is not None:
             return code
-        failed = failures.explain(self.fates, {}, ())
+        failed = self.lost or failures.explain(self.fates, {}, ())
         if not self.name:
             raise failed
         log.error("error: %s: %s", self.name, failed)
@@ -183,20 +187,19 @@ class RayJob:
     def _code(self) -> int | None:
         """Return the exit code that rank 0 gave a reason for; None if a rank is to blame."""
         bad = {rank: code for rank, code in self.codes.items() if code}
-        if not self.fates:
-            return 0
+        if self.lost or len(self.codes) < len(self.hosts):
+            return None
         if set(bad.values()) == {BAD_INPUT} and len(bad) == len(self.hosts):
             return BAD_INPUT
-        alone = (
-            bad.get(0, 0) if list(self.fates) == [0] and len(self.codes) == len(self.hosts) else 0
-        )
-        return alone if alone > 0 else None
+        own = bad.get(0, 0)
+        return own if own >= 0 and bad.keys() <= {0} else None
 
 
 def _settings() -> dict[str, str]:
-    """Return this process's variables of NCCL, torch and the like, for the ranks."""
+    """Return the usual variables, and this process's own of NCCL, torch and the like."""
     families = tuple(files.own_data("settings.toml"))
-    return {name: value for name, value in os.environ.items() if name.startswith(families)}
+    own = {name: value for name, value in os.environ.items() if name.startswith(families)}
+    return local.USUAL | own
 
 
 def _last_line(text: str) -> str:
