@@ -145,6 +145,7 @@ def _carry_out(ray: Any, place: Allocation, waiting: list[RayJob]) -> int:
                     running.remove(job)
                     job.end()
                     code = max(code, job.verdict())
+                    limit = time.monotonic() + _SETTLING_S
     finally:
         with signals.held():
             for job in running:

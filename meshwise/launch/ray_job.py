@@ -147,13 +147,20 @@ class RayJob:
         return said if said.startswith(f"rank {rank}") else f"rank {rank}: {said}"
 
     def _loss(self, rank: int, error: Exception) -> str:
-        """Say what an actor was lost with. Ray may learn later that its node is."""
+        """Say what an actor was lost with. At first Ray may know only that it does not answer."""
         host, limit = self.hosts[rank], time.monotonic() + _LOSING_S
-        while "node" in str(error).lower() and time.monotonic() < limit:
-            alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
-            if host.node not in alive:
-                return f"its node {host.address} ({host.name}, {host.node[:8]}) was lost"
+        errors = self.ray.exceptions
+        while isinstance(error, errors.ActorUnavailableError) and time.monotonic() < limit:
             time.sleep(_TOLD_S)
+            with contextlib.suppress(errors.GetTimeoutError):
+                try:
+                    self.ray.get(self.actors[rank].gpus.remote(), timeout=_LOSING_S)
+                    break
+                except errors.RayActorError as later:
+                    error = later
+        alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
+        if host.node not in alive:
+            return f"its node {host.address} ({host.name}, {host.node[:8]}) was lost"
         return f"its actor on {host.address} ({host.name}) was lost: {_last_line(str(error))}"
 
     def end(self) -> None:
