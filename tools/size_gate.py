@@ -13,7 +13,7 @@ ROOMS = {
     "cli": 1_423,
     "engine": 3_224,
     "fit": 1_339,
-    "launch": 1_621,
+    "launch": 1_622,
     "models": 4_800,
     "nn": 1_362,
     "options": 1_329,
