@@ -165,9 +165,10 @@ class RayJob:
 
     def end(self) -> None:
         """End the ranks and their actors, and give back the resources."""
-        with contextlib.suppress(self.ray.exceptions.RayError):
-            ending = [actor.end.remote() for actor in self.actors]
-            self.ray.wait(ending, num_returns=len(ending), timeout=_ENDING_S) if ending else None
+        for actors in self.actors[:1], self.actors[1:]:  # rank 0 first: it says why, in run.json
+            ending = [actor.end.remote() for actor in actors]
+            if ending:
+                self.ray.wait(ending, num_returns=len(ending), timeout=_ENDING_S)
         for actor in self.actors:
             self.ray.kill(actor)
         if self.group is not None:
