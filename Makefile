@@ -5,7 +5,7 @@ BUDGET ?= 90s
 STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 
-.PHONY: help venv test test-all test-slow test-slurm fuzz faults check pictures demo clean always
+.PHONY: help venv test test-all test-hosts test-ray test-slow test-slurm fuzz faults check pictures demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -22,11 +22,28 @@ venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 		--require-hashes -r requirements-check.lock
 	@touch $@
 
+.venv/ray-stamp: .venv/stamp requirements-ray.lock
+	@$(VENV) -m pip install --quiet --disable-pip-version-check \
+		--require-hashes -r requirements-ray.lock
+	@touch $@
+
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
 	@$(VENV) -m pytest $(STREAMS)
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest $(STREAMS) -m "whole or not whole"
+
+test-hosts: .venv/stamp ## run commands on two hosts of this machine: network namespaces, where root may make them
+	@begin=$$(date +%s); command -v ip tc > /dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+		--no-install-recommends iproute2 > /dev/null; } && \
+	$(VENV) -m pytest --numprocesses 0 -rs tests/hosts && \
+	echo "test-hosts: $$(($$(date +%s) - begin)) s in all"
+
+test-ray: .venv/stamp ## install Ray and run the tests on several raylets of this host
+	@begin=$$(date +%s) && $(MAKE) --no-print-directory .venv/ray-stamp && \
+	$(VENV) -m pytest --numprocesses 0 tests/ray && \
+	echo "test-ray: $$(($$(date +%s) - begin)) s in all"
 
 test-slow: .venv/stamp ## run the tests of launches, ranks, jobs and faults beside 40 busy processes
 	@$(VENV) -m tests.busy
@@ -35,7 +52,8 @@ test-slurm: .venv/stamp ## install Slurm from Debian's packages if it is missing
 	@begin=$$(date +%s); PATH=$$PATH:/usr/sbin; command -v slurmctld munged > /dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
 		--no-install-recommends slurm-wlm munge > /dev/null; } && \
-	$(VENV) -m pytest -n0 tests/slurm && echo "test-slurm: $$(($$(date +%s) - begin)) s"
+	$(VENV) -m pytest --numprocesses 0 -rs tests/slurm && \
+	echo "test-slurm: $$(($$(date +%s) - begin)) s in all"
 
 fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=...)
 	@$(VENV) -m tests.fuzz --cases 100000 --out $(or $(OUT),fuzz.json)

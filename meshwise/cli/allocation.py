@@ -1,12 +1,13 @@
 """``meshwise --launcher NAME ... VERB ...``: a command that runs on a part of a cluster."""
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
 
 from meshwise.cli.options import PLAIN, flags
+from meshwise.cli.output import DONE, emit
 from meshwise.options.allocation import Allocation
 
 FLAG, HERE = "--launcher", Allocation()
@@ -44,4 +45,24 @@ def start_here(
     is_dry = "--dry-run" in command or place.launcher == "kubernetes"
     errand = Errand(tuple(word for word in command if word != "--dry-run"), is_dry)
     engine = importlib.import_module(f"meshwise.launch.{place.launcher}")
+    sizes = {"nodes", "gpus_per_node", "nproc_per_node"}
+    if place.launcher == "ray" and errand.verb == "detect" and not place.said().keys() & sizes:
+        return _listed(
+            [host._asdict() for host in engine.hosts(errand, place)], "--json" in command
+        )
     return int(engine.start(errand, place))
+
+
+def _listed(hosts: list[dict[str, Any]], json: bool) -> int:
+    """Print the nodes of a cluster."""
+    from meshwise.pages.table import columns, listed
+
+    shown: dict[str, Any] = {
+        "address": "address",
+        "host": "name",
+        "node": lambda host: host["node"][:8],
+    }
+    numbers = {"CPUs": "cpus", "free": "free_cpus", "GPUs": "gpus", "free GPUs": "free_gpus"}
+    heads = columns(str, shown) + columns(str, numbers)
+    emit({"hosts": hosts}, [listed("Nodes of the cluster", hosts, *heads, left=3)], json)
+    return DONE

@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -30,6 +29,11 @@ _ENDING_S = 3.0  # for a rank with a core of its own to end after SIGTERM
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to free its memory
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
+USUAL = {  # of every rank, unless the user says otherwise
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store also warns of timeouts that we report ourselves
+    "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
+}
 _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
@@ -44,7 +48,7 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
         said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
         log.warning("%s: who reaches this interface reaches the ranks; unset it for lo", said)
     running = _Processes()
-    with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
+    with signals.held() as held, scratch.folder() as folder, keeper.beside() as groups:
         path = folder / "order.json"
         files.write_whole(path, msgspec.json.encode(order), sync=False)
         # torch's symmetric memory opens sockets in TMPDIR, with names that others can predict
@@ -72,15 +76,10 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return the variables to set for a rank. Of those in ``usual`` the user's own values win."""
+    """Return the variables to set for a rank. Of the usual ones the user's own values win."""
     from meshwise import ranks
 
-    usual = {
-        **ranks.LOOPBACK,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store also warns of timeouts that we report ourselves
-        "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
-    }
+    usual = {**ranks.LOOPBACK, **USUAL}
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -102,26 +101,6 @@ def _worker() -> tuple[str, ...]:
     """Return the arguments that start a rank. It imports from the working directory, which others
     may share, only if this process does."""
     return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
-
-
-@contextlib.contextmanager
-def _keeper() -> Iterator[IO[bytes]]:
-    """Start the keeper. Yield the file for process groups that must not outlive this process."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        yield process.stdin
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
 
 
 class _Processes:

@@ -1,0 +1,170 @@
+"""What a command on Ray decides without Ray: its hosts, the order of its ranks, their variables."""
+
+import pytest
+
+from meshwise.launch import RanksFailed
+from meshwise.launch.errand import Errand
+from meshwise.launch.ray_hosts import (
+    RayHost,
+    Seat,
+    could_fit,
+    fitting,
+    ranked,
+    sized,
+    too_few,
+    variables,
+)
+from meshwise.launch.ray_job import RayJob
+from meshwise.options.allocation import Allocation
+
+MEASURE = Errand(("measure", "collectives"))
+
+
+def host(name: str, gpus: int, free: int) -> RayHost:
+    return RayHost(name, name, f"10.0.0.{name[1:]}", 96, 90, gpus, free)
+
+
+HOSTS = [host("h1", 8, 8), host("h2", 8, 3), host("h3", 8, 4), host("h4", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "strategy", "here", "taken"),
+    [
+        (1, 2, "pack", "", ["h2"]),  # filled best
+        (1, 2, "spread", "", ["h1"]),  # most to spare
+        (2, 4, "pack", "", ["h3", "h1"]),
+        (2, 2, "pack", "h1", ["h1", "h2"]),  # rank 0 is here
+        (2, 2, "pack", "h4", ["h2", "h3"]),  # no GPUs here
+        (3, 4, "pack", "", []),
+        (4, 1, "pack", "", []),
+    ],
+)
+def test_hosts_are_chosen_by_what_is_free(nodes, per_node, strategy, here, taken):
+    place = Allocation(launcher="ray", nodes=nodes, gpus_per_node=per_node, strategy=strategy)
+    assert [each.node for each in fitting(HOSTS, place, here)] == taken
+
+
+def test_too_few_names_what_is_needed_and_what_there_is():
+    place = Allocation(launcher="ray", nodes=4, gpus_per_node=2)
+    assert too_few(HOSTS, place) == (
+        "nodes = 4: each needs 2 free GPUs, and the cluster's hosts with GPUs have 8 of 8, 3 of 8, "
+        "4 of 8; ask for less, or wait"
+    )
+    assert not could_fit(HOSTS, place)
+    assert could_fit(
+        HOSTS, Allocation(launcher="ray", nodes=3, gpus_per_node=8)
+    )  # when all is free
+    assert not could_fit(HOSTS, Allocation(launcher="ray", nodes=1, nproc_per_node=97))
+
+
+def test_ranks_go_by_host_then_by_number_of_the_device():
+    seats = [
+        Seat(1, "b", ("0",)),
+        Seat(0, "a", ("10",)),
+        Seat(0, "a", ("9",)),
+        Seat(1, "b", ("1",)),
+    ]
+    assert ranked(seats) == [2, 1, 0, 3]
+    assert ranked([Seat(1, "b"), Seat(0, "a"), Seat(0, "a")]) == [1, 2, 0]
+    assert ranked([Seat(0, "a", ("GPU-b",)), Seat(0, "a", ("GPU-a",))]) == [1, 0]
+
+
+def test_every_rank_sees_the_gpus_of_its_host_and_knows_its_own():
+    """Worked by hand: two hosts, the job has GPUs 2 and 5 of one and 0 and 1 of the other."""
+    seats = [Seat(0, "10.0.0.7", ("2",)), Seat(0, "10.0.0.7", ("5",)),
+             Seat(1, "10.0.0.8", ("0",)), Seat(1, "10.0.0.8", ("1",))]  # fmt: skip
+    found = variables(seats, 4242)
+    assert found[3] == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "10.0.0.7",
+        "MASTER_PORT": "4242",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0", "1"]
+    assert found[0]["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert variables([Seat(0, "a")], 1)[0]["CUDA_VISIBLE_DEVICES"] == ""  # a rank on a CPU
+
+
+def test_alpas_words_say_which_part_of_the_cluster():
+    words = ("run", "--suite", "gpt.tmp", "--num-hosts", "2", "--num-devices-per-host=4")
+    on_gpus = sized(Errand(words), Allocation(launcher="ray"), True)
+    assert (on_gpus.nodes, on_gpus.gpus_per_node, on_gpus.num_ranks) == (2, 4, 8)
+    on_cpus = sized(Errand(words), Allocation(launcher="ray"), False)
+    assert (on_cpus.nodes, on_cpus.gpus_per_node, on_cpus.num_ranks) == (2, 0, 8)
+    with pytest.raises(ValueError, match="nodes = 3: the command says 2 by --num-hosts"):
+        sized(Errand(words), Allocation(launcher="ray", nodes=3), True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"partition": "gpu"}, "partition: Ray does not take it; leave it out"),
+        ({"container_image": "x"}, "container_image: Ray does not take it"),
+        ({"gpus_per_node": 4, "nproc_per_node": 2}, "nproc_per_node = 2: each rank has one GPU"),
+    ],
+)
+def test_what_ray_has_not_is_refused_by_name(options, said):
+    with pytest.raises(ValueError, match=said):
+        sized(MEASURE, Allocation(launcher="ray", **options), True)
+
+
+def ended(codes: dict[int, int], said: dict[int, str], name: str = "") -> RayJob:
+    """A job of two ranks whose ranks ended, in this order."""
+    job = RayJob(None, MEASURE, name)
+    job.hosts = [HOSTS[0], HOSTS[1]]
+    for rank, code in codes.items():
+        job.said[rank] = said.get(rank, "")
+        job.codes[rank] = code
+        if code:
+            job._failed(rank, job._reason(rank, code))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ({0: 0, 1: 0}, 0),
+        ({1: 0, 0: 4}, 4),  # rank 0 said which cases failed
+        ({0: 2, 1: 2}, 2),
+    ],
+)
+def test_rank_0_gives_the_exit_code_where_it_gave_the_reason(codes, code):
+    assert ended(codes, {}).verdict() == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "rank", "error"),
+    [
+        ({0: 4, 1: 4}, {0: "error: rank 0: closed by peer", 1: "error: rank 1: OSError: no disk"},
+         1, "rank 1: OSError: no disk; the other ranks were ended"),
+        ({1: -9, 0: 4}, {0: "error: rank 0: rank 1 had not arrived"},
+         1, "rank 1 on 10.0.0.2 died of SIGKILL; the other"),
+        ({1: 1}, {1: "ImportError: no torch"}, 1, "rank 1: ImportError: no torch; the other"),
+        ({1: 2}, {1: "error: plan.json: no such file"}, 1, "rank 1: plan.json: no such file"),
+    ],
+)  # fmt: skip
+def test_the_rank_to_blame_is_named(codes, said, rank, error):
+    with pytest.raises(RanksFailed, match=error) as found:
+        ended(codes, said).verdict()
+    assert found.value.rank == rank
+
+
+def test_output_of_rank_0_is_the_commands_and_that_of_others_has_their_number(capsys):
+    job = RayJob(None, MEASURE)
+    for rank, is_error, line in [(0, False, "table\n"), (0, True, "1/2\n"), (1, True, "odd\n")]:
+        job._show(rank, is_error, line)
+    assert capsys.readouterr() == ("table\n", "1/2\nrank 1: odd\n")
+
+
+def test_json_of_a_failed_job_is_one_document(capsys):
+    """Rank 0's error is not printed: the command prints the cause, after this."""
+    job = ended({0: 4, 1: -9}, {})
+    job.errand = Errand(("measure", "--json"))
+    job._show(0, False, '{"error": "rank 1 had not arrived"}\n')
+    with pytest.raises(RanksFailed):
+        job.verdict()
+    assert capsys.readouterr().out == ""
