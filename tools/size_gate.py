@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_683,
     "probe": 7_057,
     "reshard": 5_094,
-    "search": 5_604,
+    "search": 5_610,
     "spec": 3_366,
     "suites": 996,
     "verbs": 4_822,
