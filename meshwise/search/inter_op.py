@@ -324,23 +324,13 @@ def _below(
                 net_s = nets[of.start, first] + sum_s - (behind + 1 + beyond) * spare_s
                 may = problem.least_s(sum_s + rest_s, slowest_s, net_s) < below_s
                 may &= (busy_s + rest_s < below_s) & (time_s < below_s)
-                if not may.any():
-                    continue
-                others, ways = np.nonzero(may)
-                columns = [each[others, ways] for each in seconds]
-                # the first stage before all: each is a division
-                apart = np.where(of.start[ways] > 0, 0, np.arange(len(ways)))
-                kept = _front(of.start[ways] + apart * (table.num_layers + 1), *columns)
-                for at in kept.tolist():
-                    way = ways[at]
-                    stage = Portion(int(of.way[way]), int(of.start[way]), stop, int(of.again[way]))
-                    so_far = [float(column[at]) for column in columns]
-                    new = _Partial._make([*so_far, stage, partials[others[at]]])
-                    here = further.setdefault((stage.start, used + size), [])
-                    if stage.start:
-                        _keep(here, new)
+                for other, new in _unbeaten_before(seconds, of, may, stop):
+                    assert new.stage is not None
+                    here = further.setdefault((new.stage.start, used + size), [])
+                    if new.stage.start:
+                        _keep(here, new._replace(behind=partials[other]))
                     else:
-                        here.append(new)
+                        here.append(new._replace(behind=partials[other]))
         whole = further.pop((0, problem.num_devices), [])
         if not problem.exactly or behind == len(problem.in_flight) - 1:
             found += [_division(partial) for partial in whole]
@@ -359,6 +349,22 @@ def _before(others: Array, problem: Problem, ahead: float, of: _Before) -> tuple
     time_s = np.maximum(time_s + _FORWARD * of.once_s, busy_s + of.late_s)
     time_s = np.where(of.start == 0, np.maximum(time_s, busy_s + tied_s), time_s)
     return of.once_s + sum_s, busy_s, time_s, tied_s
+
+
+def _unbeaten_before(
+    seconds: tuple[Array, ...], of: _Before, may: Array, stop: int
+) -> Iterator[tuple[int, _Partial]]:
+    """Yield, of the partial divisions that ``may`` be, each first stage before all, and what no
+    other that starts there beats; with the number of the partial division behind."""
+    if not may.any():
+        return
+    others, ways = np.nonzero(may)
+    columns, starts = [each[others, ways] for each in seconds], of.start[ways]
+    place = np.where(starts > 0, starts, stop + np.arange(len(ways)))
+    for at in _front(place, *columns).tolist():
+        way = ways[at]
+        stage = Portion(int(of.way[way]), int(of.start[way]), stop, int(of.again[way]))
+        yield others[at], _Partial._make([*[float(column[at]) for column in columns], stage, None])
 
 
 def _keep(partials: list[_Partial], new: _Partial) -> None:
