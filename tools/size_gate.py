@@ -10,10 +10,10 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_423,
+    "cli": 1_433,
     "engine": 3_267,
     "fit": 1_339,
-    "launch": 1_751,
+    "launch": 1_752,
     "models": 4_919,
     "nn": 1_362,
     "options": 1_338,
