@@ -18,6 +18,12 @@ def named_in(words: list[str]) -> bool:
     return any(word.partition("=")[0] == FLAG for word in words)
 
 
+def has(flag: str) -> bool:
+    """Return whether ``--flag`` is one of those that go with the launcher."""
+    name = flag.partition("=")[0].removeprefix("--")
+    return name.replace("-", "_") in Allocation.__dataclass_fields__
+
+
 def start(words: list[str]) -> int:
     """Split the command line into place and command, and start it there."""
     app = cyclopts.App(

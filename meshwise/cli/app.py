@@ -26,6 +26,8 @@ from meshwise.text import masked, one_line, plain
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
 Each verb takes the files of the one before from the working directory and says which it took.
+On a cluster detect, measure, run and refit take --launcher slurm, ray or kubernetes; meshwise \
+--launcher slurm --help lists what goes with it.
 Exit codes: 0 done, 2 bad input, 3 compare found what --fail-if names, 4 cases failed or ranks \
 died, 130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
 """
@@ -145,6 +147,8 @@ def _in_words(error: cyclopts.CycloptsError) -> str:
         words = " ".join(error.unused_tokens or ())
         known = [*KINDS, "ring", "import"] if error.command_chain == ("measure",) else []
         return f"{words}: not understood here{_nearest(words, known)}; --help lists what is"
+    if isinstance(error, cyclopts.UnknownOptionError) and allocation.has(error.token.value):
+        return f"{error.token.value}: says where ranks run; give --launcher, too"
     if isinstance(error, cyclopts.CoercionError) and error.token and error.msg is None:
         wanted = {int: "a whole number", float: "a number"}.get(error.target_type or str)
         if wanted:

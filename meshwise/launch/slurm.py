@@ -136,7 +136,8 @@ def _asked(*command: str) -> str:
     """Return what a command of Slurm's prints; ValueError with its words if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join(done.stderr.split())
+        lines = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in done.stderr.splitlines()]
+        said = f"{command[0]}: {'; '.join(lines) or f'exit code {done.returncode}'}"
         hint = next((f"; {hint}" for word, hint in _HINTS.items() if word in said.lower()), "")
-        raise ValueError(f"{said or f'{command[0]}: exit code {done.returncode}'}{hint}")
+        raise ValueError(f"{said}{hint}")
     return done.stdout.strip()

@@ -144,3 +144,12 @@ def test_the_folder_of_logs_has_the_names_that_the_environment_gives(monkeypatch
     assert Errand(("measure",)).folder(Allocation()) == Path("/out/jobs/b")
     with pytest.raises(ValueError, match=r"^run_id = '\.\./x'"):
         errand.folder(Allocation(run_id="../x"))
+
+
+def test_an_option_of_launchers_without_one_is_told_so(capsys):
+    from meshwise.cli import app
+
+    with pytest.raises(SystemExit) as end:
+        app.main(["measure", "collectives", "--nodes", "2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: --nodes: says where ranks run; give --launcher, too\n"
