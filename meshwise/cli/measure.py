@@ -17,7 +17,6 @@ from meshwise.options import helps
 from meshwise.options import measure as kinds
 from meshwise.options.measure import KINDS, MeasureOptions
 from meshwise.options.trace import TraceOptions
-from meshwise.verbs import world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +57,6 @@ class Called(Size):
     "Also write a CSV of all-gathers with Primus' columns."
     reducescatter_report_csv_path: str | None = None
     "The same of reduce-scatters."
-    master_addr: str | None = None
-    "With --master-port: where the ranks of several hosts meet, when no launcher says it."
-    master_port: int | None = None
-    "See --master-addr."
     json: Json = False
 
     @property
@@ -160,7 +155,6 @@ def import_(
 
 def _measure(asked: MeasureOptions, called: Called) -> int:
     """Measure, write the files asked for and print."""
-    world.meet_at(called.master_addr, called.master_port)
     asked = _completed(asked, called)
     from meshwise.verbs import files
 

@@ -40,7 +40,7 @@ def alone(flag: str, given: Iterable[str]) -> None:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The number of ranks: three spellings, which must agree."""
+    """The number of ranks, in three spellings, which must agree; and where they meet."""
 
     nproc: int | None = None
     "Ranks, one on each device: measure and run start them, or join those of a launcher."
@@ -50,14 +50,28 @@ class Size:
     "Hosts; times --num-devices-per-host, a third way to give --nproc."
     num_devices_per_host: int | None = None
     "Devices of each host."
+    master_addr: str | None = None
+    "With --master-port: where the ranks of several hosts meet, when no launcher says it."
+    master_port: int | None = None
+    "See --master-addr."
+
+    def __post_init__(self) -> None:
+        from meshwise.verbs import world
+
+        world.meet_at(self.master_addr, self.master_port)
+
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """The spellings of the number, by name."""
+        names = [name for name in Size.__dataclass_fields__ if not name.startswith("master")]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def ranks(self) -> int | None:
         """The number of ranks; ValueError if the flags do not agree."""
         from meshwise.verbs import world
 
-        names = Size.__dataclass_fields__
-        return world.num_ranks(**{name: getattr(self, name) for name in names})
+        return world.num_ranks(**self.counts)
 
 
 ANY = Size()

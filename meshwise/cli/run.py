@@ -46,7 +46,7 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
     if asked.sweep is not None:
         odd += [name for name in ("niter", "profile_stage_execution_time") if name in given]
         odd += ["profile_driver_time"] * asked.driver_time
-        odd += [name for name, number in vars(size).items() if number is not None]
+        odd += [name for name, number in size.counts.items() if number is not None]
     if odd:
         named = ", ".join("the plan" if n == "plan" else "--" + n.replace("_", "-") for n in odd)
         what = "--suite" if asked.sweep is None else "--sweep"
