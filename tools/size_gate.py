@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_433,
+    "cli": 1_441,
     "engine": 3_267,
     "fit": 1_339,
     "launch": 1_752,
@@ -25,7 +25,7 @@ ROOMS = {
     "search": 5_610,
     "spec": 3_366,
     "suites": 996,
-    "verbs": 4_822,
+    "verbs": 4_856,
     "": 4_314,  # modules beside the rooms
 }
 
