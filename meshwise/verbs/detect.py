@@ -1,5 +1,8 @@
-"""detect: look at this machine, write cluster.toml."""
+"""detect: look at this machine, or at all hosts of a launcher's ranks; write cluster.toml."""
 
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from meshwise.launcher import Job
@@ -10,14 +13,45 @@ from meshwise.verbs import files
 def detect(
     *, nproc: int | None = None, peak: str | tuple[str, ...] = (), out: Path | str = "cluster.toml"
 ) -> Cluster:
-    """Detect the cluster this process would run on; write it to ``out``.
+    """Detect the cluster this process would run on; write it to ``out``. Several hosts must be
+    equal; a ValueError names those that are not.
 
     ``nproc``: devices (on a CPU, ranks) to use on each host; all by default. ``peak``: FLOP/s that
     the datasheet does not give, as ``bf16=990e12``; several are allowed.
     """
     cluster = look(nproc, files.several(peak))
+    if cluster.num_hosts > 1:
+        from meshwise import ranks
+
+        joined = ranks.join()
+        told = joined.gather((socket.gethostname(), _facts(cluster)))
+        joined.leave()
+        refuse_unlike(told)
     write(out, cluster)
     return cluster
+
+
+def _facts(cluster: Cluster) -> str:
+    """Say what a host has, as far as hosts must be equal."""
+    device, (*inside, _) = cluster.device, cluster.tiers
+    links = ", ".join(f"{tier.name} of {tier.num_devices}" for tier in inside)
+    gib = device.memory_bytes / 2**30
+    memory = f" of {gib:.0f} GiB" if device.kind == "cuda" else ""
+    return f"{cluster.num_devices_per_host} x {device.name}{memory}, {links or 'no links'}"
+
+
+def refuse_unlike(told: Iterable[tuple[str, str]]) -> None:
+    """Raise a ValueError that names the hosts which are unlike most. ``told``: of every rank, its
+    host's name and what that has."""
+    alike = defaultdict[str, dict[str, None]](dict)
+    for host, facts in told:
+        alike[facts][host] = None
+    usual, *odd = sorted(alike, key=lambda facts: -len(alike[facts]))
+    if odd:
+        raise ValueError(
+            f"{', '.join(alike[odd[0]])}: {odd[0]}; but {', '.join(alike[usual])}: {usual}; plans "
+            "are for equal hosts, so leave the odd ones out"
+        )
 
 
 def write(out: Path | str, cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def _samples(folder: Path, verb: str) -> dict[str, Sample]:
 
 def _measure(kinds: str, sizes: str) -> tuple[str, ...]:
     return ("measure", "collectives", kinds, "--sizes", sizes, "--as-measured")
+
+
+def test_all_hosts_are_detected(hosts, tmp_path):
+    hosts.run(tmp_path, "detect")
+    found = tomllib.loads((tmp_path / "cluster.toml").read_text())
+    assert (found["num_hosts"], found["num_devices_per_host"]) == (2, 2)
+    assert found["tiers"][-1]["name"] == "network"
 
 
 def test_two_hosts_measure_what_one_measures(hosts, tmp_path):
