@@ -4,6 +4,7 @@ BUDGET ?= 90s
 # Files of tests side by side: most keep one of two cores busy.
 STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
+APT := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends
 
 .PHONY: help venv test test-all test-hosts test-ray test-slow test-slurm fuzz faults check pictures demo clean always
 
@@ -34,26 +35,18 @@ test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest $(STREAMS) -m "whole or not whole"
 
 test-hosts: .venv/stamp ## run commands on two hosts of this machine: network namespaces, where root may make them
-	@begin=$$(date +%s); command -v ip tc > /dev/null || \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
-		--no-install-recommends iproute2 > /dev/null; } && \
-	$(VENV) -m pytest --numprocesses 0 -rs tests/hosts && \
-	echo "test-hosts: $$(($$(date +%s) - begin)) s in all"
+	@command -v tc > /dev/null || { $(APT) iproute2 > /dev/null; }
+	@$(VENV) -m pytest --numprocesses 0 -rs tests/hosts
 
-test-ray: .venv/stamp ## install Ray and run the tests on several raylets of this host
-	@begin=$$(date +%s) && $(MAKE) --no-print-directory .venv/ray-stamp && \
-	$(VENV) -m pytest --numprocesses 0 tests/ray && \
-	echo "test-ray: $$(($$(date +%s) - begin)) s in all"
+test-ray: .venv/ray-stamp ## install Ray and run the tests on several raylets of this host
+	@$(VENV) -m pytest --numprocesses 0 tests/ray
 
 test-slow: .venv/stamp ## run the tests of launches, ranks, jobs and faults beside 40 busy processes
 	@$(VENV) -m tests.busy
 
 test-slurm: .venv/stamp ## install Slurm from Debian's packages if it is missing, run jobs on two nodes of it
-	@begin=$$(date +%s); PATH=$$PATH:/usr/sbin; command -v slurmctld munged > /dev/null || \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
-		--no-install-recommends slurm-wlm munge > /dev/null; } && \
-	$(VENV) -m pytest --numprocesses 0 -rs tests/slurm && \
-	echo "test-slurm: $$(($$(date +%s) - begin)) s in all"
+	@command -v slurmctld > /dev/null || { $(APT) slurm-wlm munge > /dev/null; }
+	@$(VENV) -m pytest --numprocesses 0 -rs tests/slurm
 
 fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=...)
 	@$(VENV) -m tests.fuzz --cases 100000 --out $(or $(OUT),fuzz.json)
