@@ -21,7 +21,7 @@ ROOMS = {
     "parallel": 3_196,
     "prices": 1_683,
     "probe": 7_057,
-    "reshard": 5_094,
+    "reshard": 5_101,
     "search": 5_610,
     "spec": 3_366,
     "suites": 996,
