@@ -435,6 +435,13 @@ def _job(
 
 def _method(method: Method, ranks: Ranks) -> Method:
     """Resolve ``auto``, the same on all ranks."""
+    if method in ("ipc", "nvshmem"):
+        hosts = {*ranks.gather(socket.gethostname())}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"method = {method!r}: reaches the memory of one host's GPUs, and ranks are on "
+                f"{len(hosts)}; use nccl"
+            )
     if method != "auto":
         return method
     if ranks.device.type != "cuda":

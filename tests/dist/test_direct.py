@@ -12,6 +12,7 @@ import torch
 
 from meshwise.ranks import Ranks
 from meshwise.reshard import holdings as held
+from meshwise.reshard import weights
 from meshwise.reshard.regions import replicated
 from meshwise.reshard.transports import direct
 from meshwise.reshard.transports.copies import DTYPES
@@ -362,3 +363,13 @@ def test_tables_that_do_not_fit_under_the_cap_are_refused():
         )
 
     refused(2, make, r"cap_bytes = 64: tables and hashes need \d+ bytes")
+
+
+@pytest.mark.parametrize("method", ["ipc", "nvshmem"])
+def test_memory_of_other_hosts_is_not_reached(method):
+    class Told:
+        def gather(self, value):
+            return [value, "elsewhere"]
+
+    with pytest.raises(ValueError, match=rf"^method = '{method}': .* ranks are on 2; use nccl$"):
+        weights._method(method, Told())
