@@ -118,11 +118,11 @@ class _Tails:
                 self._more(path, stream)
 
     def _more(self, path: Path, stream: TextIO) -> None:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open("rb") as file:
             file.seek(self.read.get(path, 0))
-            stream.write(file.read())
+            more = file.read()
             self.read[path] = file.tell()
-        stream.flush()
+        print(more.decode(errors="replace"), end="", file=stream, flush=True)
 
 
 def _program(name: str) -> None:

@@ -196,7 +196,8 @@ def refits(draw):
 def test_what_torch_laid_out_is_what_torch_gathers_after_a_refit(gloo_ranks):
     told = []
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    # derandomized: few random draws sometimes have none that is refused
+    @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(refits(), st.sampled_from(["hash", "full", "full_tensor"]))
     def check(cases, verify):
         said = set(gloo_ranks(WORLD, one_refit, cases=cases, verify=verify))
