@@ -21,12 +21,23 @@ def _cases(run: Path) -> dict[str, str]:
     return {sample.case_id: sample.status for sample in store.load(run)[1]}
 
 
-def _squeue(slurm: dict[str, str]) -> list[str]:
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%i"], env=slurm, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    return done.stdout.split()
+def _told(slurm: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env=slurm, capture_output=True, text=True, check=True).stdout
+
+
+def _squeue(slurm: dict[str, str], what: str = "%i") -> list[str]:
+    return _told(slurm, "squeue", "--noheader", f"--format={what}").split()
+
+
+def _start_again(slurm: dict[str, str], job: str) -> None:
+    """Tell a job that its time limit is near, and start it again earlier than Slurm would, but once
+    its nodes have ended what it did before: they refuse a job that they still end."""
+    _told(slurm, "scancel", "--signal=USR1", "--batch", job)
+    _until(lambda: _squeue(slurm, "%T") == ["PENDING"])
+    idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
+    _until(lambda: len(_told(slurm, *idle).split()) == 2)
+    time.sleep(15.0)
+    _told(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def _until(holds, seconds: float = 300.0) -> None:
@@ -120,14 +131,8 @@ def test_a_cancelled_job_keeps_what_it_measured(meshwise, slurm, tmp_path):
 def test_before_its_time_limit_a_job_is_requeued_and_goes_on(meshwise, slurm, tmp_path):
     job, run = _begun(meshwise, slurm, tmp_path)
     before = store.load(run)[1]
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
-    restarted = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-
-    def again() -> bool:
-        subprocess.run(restarted, env=slurm, capture_output=True, check=False)
-        return "start 1" in (tmp_path / f"runs/jobs/long/{job}.err").read_text()
-
-    _until(again)
+    _start_again(slurm, job)
+    _until(lambda: "start 1" in (tmp_path / f"runs/jobs/long/{job}.err").read_text())
     _until(lambda: len(_cases(run)) > len(before) + 1)
     assert store.load(run)[1][: len(before)] == before  # nothing is measured twice
     assert _runs(tmp_path, "measure") == [run]
@@ -150,14 +155,8 @@ def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp
     (job,) = _squeue(slurm)
     log = tmp_path / f"runs/jobs/train/{job}.err"
     _until(lambda: log.exists() and "step 3: " in log.read_text())
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
-
-    def ended() -> bool:
-        start = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-        subprocess.run(start, env=slurm, capture_output=True, check=False)
-        return not _squeue(slurm)
-
-    _until(ended)
+    _start_again(slurm, job)
+    _until(lambda: not _squeue(slurm))
     first, second = _runs(tmp_path, "run")
     assert store.load(first)[0].status == "interrupted"
     assert "going on with step" in log.read_text()
