@@ -13,7 +13,7 @@ ROOMS = {
     "cli": 1_441,
     "engine": 3_267,
     "fit": 1_339,
-    "launch": 1_752,
+    "launch": 1_755,
     "models": 4_919,
     "nn": 1_362,
     "options": 1_338,

@@ -15,6 +15,7 @@ from meshwise.text import plain
 from meshwise.units import parse_seconds
 
 NOTICE_S = 120  # between Slurm's signal and the time limit
+ENDING_S = 300  # for the other ranks to end after the first
 
 _BODY = """\
 set -euo pipefail
@@ -65,7 +66,9 @@ def body(errand: Errand, place: Allocation) -> str:
     options, inside = _container(place)
     step = [f"--nodes={place.nodes}", f"--ntasks-per-node={place.ranks_per_node}"]
     # each rank sees all GPUs of its host, as CUDA IPC between ranks needs
-    step += ["--gpu-bind=none"] * (place.gpus_per_node > 0) + ["--kill-on-bad-exit=1"]
+    step += ["--gpu-bind=none"] * (place.gpus_per_node > 0)
+    # the others say which rank failed and end, if they can: then srun has that rank's exit code
+    step += ["--kill-on-bad-exit=0", f"--wait={ENDING_S}"]
     return _BODY.format(
         here=shlex.quote(os.getcwd()),
         program=shlex.join(errand.program(place)),

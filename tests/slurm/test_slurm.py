@@ -1,9 +1,12 @@
 """Commands on a real Slurm of two nodes: batch, in place, arrays, failures, requeues."""
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
+
+import pytest
 
 from meshwise import store
 
@@ -150,7 +153,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp_path):
-    sent = meshwise(*GPT, "--steps", "8", "--save", "weights", *ELSEWHERE, "--run-id", "train")
+    sent = meshwise(*GPT, "--steps", "14", "--save", "weights", *ELSEWHERE, "--run-id", "train")
     assert sent.returncode == 0, sent.stderr
     (job,) = _squeue(slurm)
     log = tmp_path / f"runs/jobs/train/{job}.err"
@@ -159,13 +162,14 @@ def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp
     _until(lambda: not _squeue(slurm))
     first, second = _runs(tmp_path, "run")
     assert store.load(first)[0].status == "interrupted"
-    assert "going on with step" in log.read_text()
+    (step,) = map(int, re.findall(r"^going on with step (\d+) of weights", log.read_text(), re.M))
 
-    whole = meshwise(*GPT, "--steps", "8", "--runs", "near")
+    whole = meshwise(*GPT, "--steps", "14", "--runs", "near")
     assert whole.returncode == 0, whole.stderr
     (near,) = (tmp_path / "near").iterdir()
-    again = _losses(second)
-    assert again == _losses(near)[-len(again) :]
+    assert 3 < step < 13
+    # here and there ranks have other numbers of threads
+    assert _losses(second) == pytest.approx(_losses(near)[step:], rel=1e-6)
 
 
 def test_ring_attention_and_refits_cross_hosts(meshwise, tmp_path):
