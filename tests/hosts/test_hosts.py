@@ -82,7 +82,7 @@ def test_a_slow_link_is_measured_as_slow(hosts, tmp_path):
 
 
 def test_a_host_that_disappears_ends_the_run_by_name_and_loses_nothing(hosts, tmp_path):
-    words = ("measure", "collectives", "--timeout", "20s")
+    words = ("measure", "collectives", "--timeout", "20s", "--setup-timeout", "60s")
     both = {number: hosts.start(number, tmp_path, *words) for number in (2, 1)}
     try:
         limit = time.monotonic() + PATIENCE_S
