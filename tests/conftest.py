@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             names.remove(name)
     if any("::" in arg for arg in config.args):
         return  # a part of a file
-    files = {item.path.name for item in items}
+    files = {item.path for item in items}
     for name in sorted(names):
-        if name.partition("::")[0] in files:
+        if files >= {*WHOLE.parent.rglob(name.partition("::")[0])}:
             items.append(NoTest.from_parent(items[0].session, name=name))
 
 

@@ -40,7 +40,8 @@ class Hosts:
     def remove(self) -> None:
         for name in self.names.values():
             self.ip("netns", "del", name, check=False)
-        self.ip("link", "del", "mw-br", check=False)
+        for link in ("mw-v1", "mw-v2", "mw-br"):  # of a run that was killed, too
+            self.ip("link", "del", link, check=False)
 
     @contextlib.contextmanager
     def slow(self, number: int, rate: str) -> Iterator[None]:
@@ -95,6 +96,7 @@ def hosts() -> Iterator[Hosts]:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed; make test-hosts installs it")
     made = Hosts()
+    made.remove()
     try:
         made.build()
     except subprocess.CalledProcessError as error:
