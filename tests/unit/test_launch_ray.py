@@ -1,4 +1,4 @@
-"""What a command on Ray decides without Ray: its hosts, the order of its ranks, their variables."""
+"""Decisions about a command on Ray, without Ray: its hosts, its ranks in order, their variables."""
 
 import pytest
 

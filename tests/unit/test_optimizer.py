@@ -1,4 +1,4 @@
-"""What plans say of SGD and Adafactor: counted by hand, and priced."""
+"""Plans with SGD and Adafactor: their operations counted by hand, and priced."""
 
 from collections import Counter
 
