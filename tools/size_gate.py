@@ -10,13 +10,13 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_441,
-    "engine": 3_267,
+    "cli": 1_444,
+    "engine": 3_270,
     "fit": 1_339,
-    "launch": 1_755,
+    "launch": 1_818,
     "models": 4_919,
     "nn": 1_362,
-    "options": 1_338,
+    "options": 1_362,
     "pages": 6_480,
     "parallel": 3_196,
     "prices": 1_683,
@@ -26,7 +26,7 @@ ROOMS = {
     "spec": 3_366,
     "suites": 996,
     "verbs": 4_856,
-    "": 4_314,  # modules beside the rooms
+    "": 4_326,  # modules beside the rooms
 }
 
 
