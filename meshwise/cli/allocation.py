@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from meshwise.cli.options import PLAIN, flags
 from meshwise.cli.output import DONE, emit
-from meshwise.options.allocation import Allocation
+from meshwise.options.allocation import Allocation, belongs
 
 FLAG, HERE = "--launcher", Allocation()
 
@@ -18,10 +18,11 @@ def named_in(words: list[str]) -> bool:
     return any(word.partition("=")[0] == FLAG for word in words)
 
 
-def has(flag: str) -> bool:
-    """Return whether ``--flag`` is one of those that go with the launcher."""
-    name = flag.partition("=")[0].removeprefix("--")
-    return name.replace("-", "_") in Allocation.__dataclass_fields__
+def astray(flag: str) -> str:
+    """Say to which launcher an unknown ``--flag`` belongs; "" if to none."""
+    name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+    is_ours = name in Allocation.__dataclass_fields__
+    return f"{flag}: {belongs(name)}; give that, or leave it out" if is_ours else ""
 
 
 def start(words: list[str]) -> int:

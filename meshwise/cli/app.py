@@ -147,8 +147,10 @@ def _in_words(error: cyclopts.CycloptsError) -> str:
         words = " ".join(error.unused_tokens or ())
         known = [*KINDS, "ring", "import"] if error.command_chain == ("measure",) else []
         return f"{words}: not understood here{_nearest(words, known)}; --help lists what is"
-    if isinstance(error, cyclopts.UnknownOptionError) and allocation.has(error.token.value):
-        return f"{error.token.value}: says where ranks run; give --launcher, too"
+    if isinstance(error, cyclopts.UnknownOptionError) and (
+        astray := allocation.astray(error.token.keyword or error.token.value)
+    ):
+        return astray
     if isinstance(error, cyclopts.CoercionError) and error.token and error.msg is None:
         wanted = {int: "a whole number", float: "a number"}.get(error.target_type or str)
         if wanted:

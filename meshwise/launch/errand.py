@@ -62,5 +62,7 @@ class Errand:
 
 
 def image(place: Allocation) -> str | None:
-    """Return the container image, of the option or of CONTAINER_IMAGE."""
+    """Return the container image, of the option or of CONTAINER_IMAGE; none where none is run."""
+    if not place.takes("container_image"):
+        return None
     return place.container_image or os.environ.get("CONTAINER_IMAGE") or None

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 from meshwise.launch.errand import Errand
 from meshwise.options.allocation import Allocation
 
-_TAKES = {"launcher", "nodes", "gpus_per_node", "nproc_per_node", "python", "array", "address",
-          "strategy", "wait"}  # fmt: skip
-
 
 class RayHost(NamedTuple):
     """A node of the cluster; of a machine with several raylets each is one."""
@@ -41,9 +38,7 @@ class Seat(NamedTuple):
 
 def sized(errand: Errand, place: Allocation, on_gpus: bool) -> Allocation:
     """Return the place with Alpa's --num-hosts and --num-devices-per-host in it, if the command has
-    them. Raise ValueError if it says otherwise, or asks for what Ray has not."""
-    if odd := sorted(place.said().keys() - _TAKES):
-        raise ValueError(f"{odd[0]}: Ray does not take it; leave it out")
+    them. Raise ValueError if it says otherwise."""
     hosts, devices = errand.value("num-hosts"), errand.value("num-devices-per-host")
     if hosts and devices and hosts.isdecimal() and devices.isdecimal():
         asked: dict[str, Any] = {

@@ -7,6 +7,20 @@ from meshwise.options import Options, Positive, Range
 from meshwise.options import Time as Duration
 
 Launcher = Literal["slurm", "ray", "kubernetes"]
+_CONTAINER = {"run_id", "container_image", "container_mounts", "time"}
+# What belongs to some launchers. All take the other fields.
+_OWN: dict[Launcher, set[str]] = {
+    "slurm": _CONTAINER
+    | {"container_engine", "partition", "account", "constraint", "sbatch", "array", "wait"},
+    "ray": {"array", "wait", "address", "strategy"},
+    "kubernetes": _CONTAINER | {"namespace"},
+}
+
+
+def belongs(name: str) -> str:
+    """Say to which launchers an option belongs."""
+    owners = [each for each, own in _OWN.items() if name in own] or _OWN
+    return f"belongs to --launcher {' or '.join(owners)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +59,24 @@ class Allocation(Options):
     sbatch: tuple[str, ...] = ()
     "Another option of sbatch, as --qos=high; may be repeated."
     array: str | None = None
-    "A job for each value of a flag of the command, as seq-len=1024,2048."
+    "Of Slurm and Ray: a job for each value of a flag of the command, as seq-len=1024,2048."
     wait: bool = False
-    "Follow the job's output to its end; the exit code is the job's."
+    "Of Slurm: follow the job's output to its end; the exit code is the job's. On Ray it always is."
     address: str | None = None
-    "A running Ray cluster: auto, or HOST:PORT. By default one is started here and stopped."
+    "Of Ray: a running cluster, auto or HOST:PORT. By default one is started here and stopped."
     strategy: Literal["pack", "spread"] = "pack"
     "Of Ray: ranks on few hosts, or on many."
     namespace: str = field(default="default", metadata={"help": "Of Kubernetes."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.said().items():
+            if not self.takes(name):
+                raise ValueError(f"{name} = {value!r}: {belongs(name)}; give that, or leave it out")
+
+    def takes(self, name: str) -> bool:
+        """Return whether an option belongs to this launcher."""
+        return name in _OWN[self.launcher] or not any(name in own for own in _OWN.values())
 
     @property
     def ranks_per_node(self) -> int:
