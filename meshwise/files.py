@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
 MOST_VALUES = 2**23  # of a longer document, and of lines: most of them is text, such as hashes
 MOST_LINES_BYTES = 2**27  # of files read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
+LATE_S = 60.0  # until a shared file system shows what another host wrote: NFS's acdirmax
 _MOST_TOML_BYTES = 2**18
+_LOOK_S = 0.1
 _MOST_WALKED = 2**22  # characters that are searched for the place of a refused value
 _LARGEST_INT = 2**63 - 1
 
@@ -55,6 +58,15 @@ def open_file(path: Path | str) -> BinaryIO:
         os.close(descriptor)
         raise ValueError(f"{path} is a {kind}; name a file")
     return open(descriptor, "rb")
+
+
+def appeared(path: Path | str, within_s: float = LATE_S) -> bool:
+    """Return whether a file is there that another host has just written. Wait for it: a shared
+    file system may show it late."""
+    limit = time.monotonic() + within_s
+    while not os.path.lexists(path) and time.monotonic() < limit:
+        time.sleep(_LOOK_S)
+    return os.path.lexists(path)
 
 
 def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:

@@ -165,9 +165,12 @@ def load(
     """
     folder = Path(folder)
     found: list[Checkpoint] = []
+    seen = ranks.gather(files.appeared(folder / folders.JSON, 0.0))[0]
 
     def look() -> None:
         name = type(training.optimizer).__name__.lower()
+        if seen:  # by rank 0: another host may see it late
+            files.appeared(folder / folders.JSON)
         found.append(checked(folder, plan, seed, name))
 
     _on_all_ranks(ranks, f"reading {folder / folders.JSON}", look)

@@ -57,11 +57,11 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"schema_version": SCHEMA_VERSION, "files": stored}
 
 
-def check_files(folder: Path, record: Checkpoint) -> None:
-    """Check that all files exist and have their written sizes."""
+def check_files(folder: Path, record: Checkpoint, late_s: float = 0.0) -> None:
+    """Check that all files exist, each within ``late_s``, and have their written sizes."""
     for name, stored in record.files.items():
         path = folder / record.data / name
-        if not path.is_file():
+        if not files.appeared(path, late_s) or not path.is_file():
             raise ValueError(f"{path} is missing; use a folder that all hosts see, whole")
         if (found := path.stat().st_size) != stored.bytes:
             raise ValueError(f"{path} has {found} bytes of {stored.bytes}; {FIX}")
@@ -88,7 +88,7 @@ class HeldFolder:
         written = msgspec.json.format(msgspec.json.encode(record.sealed()), indent=1) + b"\n"
         try:
             with self._alone():
-                check_files(self.folder, record)
+                check_files(self.folder, record, files.LATE_S)  # other hosts wrote some just now
                 if _content(self.folder) != self._standing:
                     raise ValueError(
                         f"{path} is not the one that this run wrote or found: another run saves "

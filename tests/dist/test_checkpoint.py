@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 import warnings
 
 import msgspec
@@ -310,6 +311,19 @@ def test_what_does_not_fit_is_refused_by_name(call, saved):
     for expected, fields in changed.items():
         path.write_text(json.dumps(sealed(record | fields)))
         assert expected in why()
+
+
+def late(ranks, plan, layout, folder):
+    """Load where rank 0 sees a checkpoint at once, and the other a second later."""
+    training, plan = prepared(ranks, plan, layout)
+    path = pathlib.Path(folder if ranks.rank == 0 else f"{folder}-late")
+    if ranks.rank:
+        threading.Timer(1.0, path.symlink_to, (folder,)).start()
+    return checkpoint.load(ranks, training, path, plan, seed=SEED)
+
+
+def test_a_checkpoint_that_a_host_sees_late_is_loaded(call, saved):
+    assert call(late, ZERO3, folder=str(saved)) == [1, 1]
 
 
 def sealed(record):

@@ -5,9 +5,11 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import meshwise
+from meshwise import files
 from meshwise.cli.app import main
 from meshwise.engine import blocks, folder
 from meshwise.engine.blocks import BLOCK, DataFile
@@ -348,6 +351,22 @@ def test_a_run_does_not_replace_what_another_wrote(tmp_path, file, kept):
         first.replace(record({"x.safetensors": stored}, step=10, data=mine.name))
     assert folder.read(kept / "checkpoint.json") == other and not mine.exists()
     first.close()
+
+
+def test_a_file_that_another_host_wrote_may_be_seen_late(kept, file, monkeypatch):
+    held, stored = folder.HeldFolder(kept), blocks.stored(file)
+    data = kept / "step-9-dddddddd"
+    data.mkdir()
+    writing = threading.Timer(0.5, shutil.copy, (file, data / "00007-000.safetensors"))
+    writing.start()
+    held.replace(record({"00007-000.safetensors": stored}, step=9, data=data.name))
+    assert folder.read(kept / "checkpoint.json").step == 9
+    writing.join()
+    monkeypatch.setattr(files, "LATE_S", 0.2)
+    with pytest.raises(ValueError, match=r"/x is missing; use a folder that all hosts see"):
+        held.replace(record({"x": stored}, step=10, data=data.name))
+    assert folder.read(kept / "checkpoint.json").step == 9  # the old one stays
+    held.close()
 
 
 def test_what_a_killed_commit_left_is_no_obstacle(kept):

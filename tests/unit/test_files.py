@@ -5,6 +5,8 @@ import gzip
 import os
 import socket
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,18 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
         with pytest.raises(ValueError, match=reason):
             files.read_bytes(path)
     server.close()
+
+
+def test_a_file_that_appears_late_is_waited_for_and_one_that_does_not_only_for_a_while(tmp_path):
+    path = tmp_path / "late"
+    assert not files.appeared(path, 0.0)
+    writing = threading.Timer(0.5, path.touch)
+    writing.start()
+    assert files.appeared(path)
+    begun = time.monotonic()
+    assert not files.appeared(tmp_path / "never", 0.3)
+    assert time.monotonic() - begun >= 0.3
+    writing.join()
 
 
 def test_a_link_to_a_file_is_read(tmp_path):
