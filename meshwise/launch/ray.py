@@ -61,11 +61,9 @@ def start(errand: Errand, place: Allocation) -> int:
 def _cluster(place: Allocation) -> Iterator[Any]:
     """Connect to the cluster, or start one that only this host reaches. Yield the package ray."""
     host, _, port = (place.address or "127.0.0.1").rpartition(":")
-    if place.address not in (None, "auto"):
-        if not host or not port.isdecimal() or "/" in host:
-            raise ValueError(f"address = {place.address!r}: must be auto or HOST:PORT")
-        with socket.create_connection((host, int(port)), timeout=10.0):
-            pass  # Ray itself would try for minutes
+    is_given = place.address not in (None, "auto")
+    if is_given and (not host or not port.isdecimal() or "/" in host):
+        raise ValueError(f"address = {place.address!r}: must be auto or HOST:PORT")
     if place.address is None or is_loopback(host):  # Ray's switch for addresses of loopback alone
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -73,6 +71,8 @@ def _cluster(place: Allocation) -> Iterator[Any]:
         import ray
     except ModuleNotFoundError:
         raise ValueError("ray: not installed; pip install 'meshwise[ray]'") from None
+    if is_given:
+        _knock(host, int(port))
     asked: dict[str, Any] = {"address": place.address, "log_to_driver": False}
     before = signal.getsignal(signal.SIGTERM)  # Ray has a handler of its own
     with scratch.folder() as folder:
@@ -91,6 +91,17 @@ def _cluster(place: Allocation) -> Iterator[Any]:
         finally:
             with signals.held():
                 ray.shutdown()
+
+
+def _knock(host: str, port: int) -> None:
+    """Raise ValueError if nothing listens there: Ray itself would try for minutes."""
+    try:
+        socket.create_connection((host, port), timeout=10.0).close()
+    except OSError as error:
+        raise ValueError(
+            f"address = '{host}:{port}': no Ray answers there ({error.strerror or error}); give "
+            "the one that ray start --head printed"
+        ) from None
 
 
 def _unconnected(said: str, address: str | None) -> str:

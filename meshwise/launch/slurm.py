@@ -1,17 +1,20 @@
 """Slurm: a command as a batch job, or as a step of the allocation that this process is in."""
 
+import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from meshwise import files, signals
-from meshwise.launch.errand import Errand
+from meshwise.launch.errand import Errand, image
 from meshwise.launch.failed import RanksFailed
 from meshwise.launch.slurm_script import body, script
 from meshwise.options.allocation import Allocation
@@ -19,10 +22,13 @@ from meshwise.options.allocation import Allocation
 _POLL_S = 2.0
 _WAITING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING",
             "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STAGE_OUT", "STOPPED")  # fmt: skip
+_NODES = "sinfo -N -o '%N %c %m %G %f' lists each node's cores, memory, GPUs and features"
 _HINTS = {
-    "partition": "sinfo lists the partitions",
     "account": "sacctmgr show associations lists yours",
-    "node": "sinfo -N -l lists the nodes and what they have",
+    "partition": "sinfo lists the partitions",
+    "time limit": "scontrol show partition says each MaxTime",
+    "(gres)": f"too many GPUs, or none known to Slurm: {_NODES}",
+    **dict.fromkeys(("node", "processors", "feature"), _NODES),
 }
 
 
@@ -31,11 +37,32 @@ def start(errand: Errand, place: Allocation) -> int:
     if errand.is_dry:
         print(script(errand, place, errand.folder(place)), end="")
         return 0
+    _check_container(place)
     if "SLURM_JOB_ID" in os.environ:
         if place.array is not None:
             raise ValueError("array: this is an allocation already; leave --array out, or exit it")
         return _step(body(errand, place))
     return _submitted(errand, place)
+
+
+def _check_container(place: Allocation) -> None:
+    """Refuse an image that is a file which is not here, as hosts need what this one has; and pyxis
+    if srun is without it."""
+    found, is_pyxis = image(place), place.container_engine == "pyxis"
+    if found is None:
+        return
+    is_file = found.startswith(("/", "./")) or not (is_pyxis or "://" in found)
+    if is_file and not Path(found).exists():
+        raise ValueError(
+            f"container_image = {found!r}: no such file here; name one that all hosts see, or an "
+            "image of a registry"
+        )
+    _program("srun")
+    if is_pyxis and "--container-image" not in _asked("srun", "--help"):
+        raise ValueError(
+            "container_engine = 'pyxis': srun has no --container-image here, which pyxis adds; "
+            "install it, or give --container-engine apptainer"
+        )
 
 
 def _step(text: str) -> int:
@@ -63,43 +90,61 @@ def _submitted(errand: Errand, place: Allocation) -> int:
     job = _asked("sbatch", "--parsable", str(path)).partition(";")[0]
     print(f"job {job}: {path}", file=sys.stderr)
     if not place.wait:
-        print(f"follow it by tail -F {folder}/{job}.err {folder}/{job}.out", file=sys.stderr)
+        logs = shlex.join(f"{folder}/{job}.{suffix}" for suffix in ("err", "out"))
+        print(f"follow it by tail -F {logs}", file=sys.stderr)
         return 0
     try:
         with signals.raised():
-            return _followed(job, folder)
+            return _followed(job, folder, errand.going_on)
     except BaseException:
         subprocess.run(["scancel", job], check=False)
         raise
 
 
-def _followed(job: str, folder: Path) -> int:
+def _followed(job: str, folder: Path, going_on: Sequence[str]) -> int:
     """Print the job's output until it ends; return its exit code. RanksFailed says how else."""
-    tails, before = _Tails(folder, job), ""
+    tails, before = _Tails(folder), ""
     while True:
         found, reason = _states(job)
         if reason != before:
             print(f"job {job} waits: {reason}" if reason else f"job {job} runs", file=sys.stderr)
         before = reason
-        tails.show()
-        if not any(state in _WAITING for state, _ in found):
+        tails.show(one.name for one in found)
+        if not any(one.state in _WAITING for one in found):
             break
         time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a shared file system may show the last lines late
-    tails.show()
-    odd = [state for state, _ in found if state not in ("COMPLETED", "FAILED")]
+    for one in found:
+        log = folder / f"{one.name}.out"
+        if one.began and not files.appeared(log):
+            print(f"{log}: not seen here; look on the job's hosts", file=sys.stderr)
+    tails.show(one.name for one in found)
+    odd = [one.state for one in found if one.state not in ("COMPLETED", "FAILED")]
     if odd:
-        raise RanksFailed(f"job {job}: {odd[0]}; logs are in {folder}")
-    return max((code for _, code in found), default=0)
+        then = f"; {' '.join(going_on)} goes on" if going_on else ""
+        raise RanksFailed(f"job {job}: {odd[0]}; logs are in {folder}{then}")
+    return max((one.code for one in found), default=0)
 
 
-def _states(job: str) -> tuple[list[tuple[str, int]], str]:
-    """Return state and exit code of a job, or of all jobs of an array; and why it waits, if so."""
+class _State(NamedTuple):
+    """A job, or a job of an array. ``name``: of its logs."""
+
+    name: str
+    state: str
+    code: int
+    began: bool
+
+
+def _states(job: str) -> tuple[list[_State], str]:
+    """Return what became of a job, or of all jobs of an array; and why it waits, if so."""
     found, reason = [], ""
     for line in _asked("scontrol", "--oneliner", "show", "job", job).splitlines():
         facts = dict(re.findall(r"(\w+)=(\S*)", line))
         code, _, killed_by = facts["ExitCode"].partition(":")
-        found.append((facts["JobState"], int(code) or (int(killed_by) and 128 + int(killed_by))))
+        task = facts.get("ArrayTaskId")
+        name = f"{facts['ArrayJobId']}_{task}" if task else facts["JobId"]
+        worst = int(code) or (int(killed_by) and 128 + int(killed_by))
+        found.append(_State(name, facts["JobState"], worst, facts.get("BatchHost") is not None))
         if facts["JobState"] == "PENDING":
             reason = facts["Reason"]
     return found, reason
@@ -108,14 +153,15 @@ def _states(job: str) -> tuple[list[tuple[str, int]], str]:
 class _Tails:
     """Files of output that grow while a job runs, several for an array."""
 
-    def __init__(self, folder: Path, job: str) -> None:
-        self.folder, self.job = folder, job
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.read: dict[Path, int] = {}
 
-    def show(self) -> None:
-        for suffix, stream in (("out", sys.stdout), ("err", sys.stderr)):
-            for path in sorted(self.folder.glob(f"{self.job}*.{suffix}")):
-                self._more(path, stream)
+    def show(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            for suffix, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                with contextlib.suppress(FileNotFoundError):
+                    self._more(self.folder / f"{name}.{suffix}", stream)
 
     def _more(self, path: Path, stream: TextIO) -> None:
         with path.open("rb") as file:

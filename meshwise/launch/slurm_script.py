@@ -17,6 +17,15 @@ from meshwise.units import parse_seconds
 NOTICE_S = 120  # between Slurm's signal and the time limit
 ENDING_S = 300  # for the other ranks to end after the first
 
+_PRESENT = """\
+command -v "$0" > /dev/null || {
+    [ "${SLURM_LOCALID:-0}" != 0 ] ||
+        echo "error: $0: not found on $(hostname); load it, or give --container-engine pyxis" >&2
+    exit 2
+}
+exec "$0" "$@"
+"""
+
 _BODY = """\
 set -euo pipefail
 cd -- {here}
@@ -140,4 +149,4 @@ def _container(place: Allocation) -> tuple[list[str], list[str]]:
             f"--container-workdir={here}",
         ], []
     binds = [word for mount in mounts for word in ("--bind", mount)]
-    return [], ["apptainer", "exec", "--nv", *binds, "--pwd", here, found]
+    return [], ["bash", "-c", _PRESENT, "apptainer", "exec", "--nv", *binds, "--pwd", here, found]

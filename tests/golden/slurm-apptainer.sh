@@ -26,7 +26,13 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 again=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'again=1; kill -USR1 "$step"' USR1
-srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} apptainer exec --nv --bind '/my data:/data' --bind /home/me:/home/me --pwd /home/me torch.sif "${program[@]}" &
+srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} bash -c 'command -v "$0" > /dev/null || {
+    [ "${SLURM_LOCALID:-0}" != 0 ] ||
+        echo "error: $0: not found on $(hostname); load it, or give --container-engine pyxis" >&2
+    exit 2
+}
+exec "$0" "$@"
+' apptainer exec --nv --bind '/my data:/data' --bind /home/me:/home/me --pwd /home/me torch.sif "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

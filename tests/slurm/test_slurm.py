@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -32,11 +33,20 @@ def _squeue(slurm: dict[str, str], what: str = "%i") -> list[str]:
     return _told(slurm, "squeue", "--noheader", f"--format={what}").split()
 
 
-def _start_again(slurm: dict[str, str], job: str) -> None:
-    """Tell a job that its time limit is near, and start it again earlier than Slurm would, but once
-    its nodes have ended what it did before: they refuse a job that they still end."""
+def _limit_is_near(slurm: dict[str, str], job: str) -> None:
     _told(slurm, "scancel", "--signal=USR1", "--batch", job)
     _until(lambda: _squeue(slurm, "%T") == ["PENDING"])
+
+
+def _a_node_is_lost(slurm: dict[str, str], job: str) -> None:
+    _told(slurm, "scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    _until(lambda: _squeue(slurm, "%T") == ["PENDING"])  # the node comes back by itself
+
+
+def _start_again(slurm: dict[str, str], job: str, happens=_limit_is_near) -> None:
+    """Let happen what puts a job into the queue, and start it again earlier than Slurm would, but
+    once its nodes have ended what it did before: they refuse a job that they still end."""
+    happens(slurm, job)
     idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     _until(lambda: len(_told(slurm, *idle).split()) == 2)
     time.sleep(15.0)
@@ -99,9 +109,26 @@ def test_what_slurm_refuses_is_one_line(meshwise):
     large = meshwise(*COLLECTIVES, "--launcher", "slurm", "--nodes", "3")
     assert large.returncode == 2
     assert "Node count specification invalid" in large.stderr.splitlines()[-1]
+    gpus = meshwise(*COLLECTIVES, "--launcher", "slurm", "--gpus-per-node", "4")
+    assert gpus.returncode == 2
+    assert "Invalid generic resource" in (last := gpus.stderr.splitlines()[-1])
+    assert "too many GPUs, or none known to Slurm: sinfo -N -o" in last
+    no_pyxis = meshwise(*COLLECTIVES, *ELSEWHERE, "--container-image", "torch:2")
+    assert no_pyxis.returncode == 2
+    (line,) = no_pyxis.stderr.splitlines()
+    assert "srun has no --container-image here, which pyxis adds" in line
     none = meshwise(*COLLECTIVES, *ELSEWHERE, PATH="/usr/bin-none")
     assert none.returncode == 2
     assert none.stderr.startswith("error: sbatch: not found here")
+
+
+@pytest.mark.skipif(shutil.which("apptainer") is not None, reason="apptainer is installed")
+def test_each_host_without_apptainer_says_so(meshwise):
+    inside = ("--container-engine", "apptainer", "--container-image", "docker://torch")
+    done = meshwise(*COLLECTIVES, *ELSEWHERE, *inside, "--wait")
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: apptainer: ")]
+    assert len(lines) == 2 and all("give --container-engine pyxis" in line for line in lines)
 
 
 def test_a_failed_job_has_its_exit_code(meshwise):
@@ -128,13 +155,17 @@ def test_a_cancelled_job_keeps_what_it_measured(meshwise, slurm, tmp_path):
     # a rank that others left before its own signal came says so
     assert info.reason == "ended by SIGTERM" or "had not arrived" in info.reason
     assert info.status in ("interrupted", "failed")
-    assert 2 < len(_cases(run)) < 35
+    assert 2 < len(before := store.load(run)[1]) < 35
+    on = meshwise("measure", "collectives", *ELSEWHERE, "--resume", "--wait")
+    assert on.returncode in (0, 4), on.stderr  # 4: what was under way counts as hung, see above
+    assert len(store.load(run)[1]) > len(before) and store.load(run)[1][: len(before)] == before
 
 
-def test_before_its_time_limit_a_job_is_requeued_and_goes_on(meshwise, slurm, tmp_path):
+@pytest.mark.parametrize("happens", [_limit_is_near, _a_node_is_lost])
+def test_a_job_is_requeued_and_goes_on(happens, meshwise, slurm, tmp_path):
     job, run = _begun(meshwise, slurm, tmp_path)
     before = store.load(run)[1]
-    _start_again(slurm, job)
+    _start_again(slurm, job, happens)
     _until(lambda: "start 1" in (tmp_path / f"runs/jobs/long/{job}.err").read_text())
     _until(lambda: len(_cases(run)) > len(before) + 1)
     assert store.load(run)[1][: len(before)] == before  # nothing is measured twice

@@ -1,8 +1,10 @@
 """Decisions about a command on Ray, without Ray: its hosts, its ranks in order, their variables."""
 
+import sys
+
 import pytest
 
-from meshwise.launch import RanksFailed
+from meshwise.launch import RanksFailed, ray
 from meshwise.launch.errand import Errand
 from meshwise.launch.ray_hosts import (
     RayHost,
@@ -99,17 +101,46 @@ def test_alpas_words_say_which_part_of_the_cluster():
         sized(Errand(words), Allocation(launcher="ray", nodes=3), True)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"partition": "gpu"}, "partition: Ray does not take it; leave it out"),
-        ({"container_image": "x"}, "container_image: Ray does not take it"),
-        ({"gpus_per_node": 4, "nproc_per_node": 2}, "nproc_per_node = 2: each rank has one GPU"),
-    ],
-)
-def test_what_ray_has_not_is_refused_by_name(options, said):
-    with pytest.raises(ValueError, match=said):
-        sized(MEASURE, Allocation(launcher="ray", **options), True)
+def test_more_ranks_than_gpus_are_refused_by_name():
+    place = Allocation(launcher="ray", gpus_per_node=4, nproc_per_node=2)
+    with pytest.raises(ValueError, match="nproc_per_node = 2: each rank has one GPU"):
+        sized(MEASURE, place, True)
+
+
+def test_a_version_that_is_not_the_clusters_is_said_with_both():
+    """The words are those of Ray 2.5x."""
+    told = ray._unconnected(
+        "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.7\n"
+        "This process on node 10.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.12.1\n",
+        "auto",
+    )
+    assert told == (
+        "address = 'auto': the cluster has Ray 2.59.0 and Python 3.11.7, this environment Ray "
+        "2.60.0 and Python 3.12.1; run this in the cluster's environment, or pip install "
+        "ray==2.59.0 under Python 3.11.7"
+    )
+    assert "no Ray runs on this host; begin one by" in ray._unconnected(
+        "Could not find any running Ray instance. Please specify", "auto"
+    )
+
+
+@pytest.mark.parametrize("address", [None, "auto", "127.0.0.1:1"])
+def test_without_ray_the_line_says_what_to_install(address, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"^ray: not installed; pip install 'meshwise\[ray\]'$"):
+        ray.start(MEASURE, Allocation(launcher="ray", address=address))
+
+
+@pytest.mark.parametrize("address", ["head", "ray://head:1", ":1"])
+def test_an_address_is_auto_or_a_host_with_its_port(address):
+    with pytest.raises(ValueError, match="must be auto or HOST:PORT"):
+        ray.start(MEASURE, Allocation(launcher="ray", address=address))
+
+
+def test_an_image_for_other_launchers_does_not_choose_rays_interpreter(monkeypatch):
+    monkeypatch.setenv("CONTAINER_IMAGE", "torch:2")
+    assert MEASURE.program(Allocation(launcher="ray"))[0] == sys.executable
+    assert MEASURE.program(Allocation())[0] == "python3"
 
 
 def ended(codes: dict[int, int], said: dict[int, str], name: str = "") -> RayJob:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def test_scripts_are_as_before(name, golden):
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+_TWO_RANKS = """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+SLURM_LOCALID=1 "$@"
+SLURM_LOCALID=0 "$@"
+"""
+
+
 def _stubs(folder: Path) -> dict[str, str]:
     """Programs of Slurm's that only say what they were given, a word a line, NUL behind each."""
     tools = folder / "tools"
@@ -63,6 +71,21 @@ def _stubs(folder: Path) -> dict[str, str]:
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     return {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"}
+
+
+def test_without_apptainer_one_rank_of_a_host_says_what_to_do():
+    text = body(Errand(("measure",)), SCRIPTS["apptainer"][1])
+    bare = Path.cwd() / "bare"
+    bare.mkdir()
+    for name in ("bash", "hostname", "head", "sed"):
+        (bare / name).symlink_to(shutil.which(name) or "")
+    environment = _stubs(Path.cwd()) | {"PATH": f"{Path.cwd()}/tools:{bare}"}
+    (Path.cwd() / "tools/srun").write_text(_TWO_RANKS)
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: apptainer: not found on ")
+    assert line.endswith("; load it, or give --container-engine pyxis")
 
 
 def _given_to_srun(text: str, **more: str) -> list[str]:
@@ -144,12 +167,3 @@ def test_the_folder_of_logs_has_the_names_that_the_environment_gives(monkeypatch
     assert Errand(("measure",)).folder(Allocation()) == Path("/out/jobs/b")
     with pytest.raises(ValueError, match=r"^run_id = '\.\./x'"):
         errand.folder(Allocation(run_id="../x"))
-
-
-def test_an_option_of_launchers_without_one_is_told_so(capsys):
-    from meshwise.cli import app
-
-    with pytest.raises(SystemExit) as end:
-        app.main(["measure", "collectives", "--nodes", "2"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "error: --nodes: says where ranks run; give --launcher, too\n"
