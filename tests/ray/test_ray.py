@@ -245,7 +245,9 @@ def test_a_killed_actor_is_named_and_its_rank_goes_with_it(on, tmp_path):
     assert f"error: rank {number}: its actor on 127.0.0.1" in err, err
     assert (before := records(tmp_path))
     all_gone(tmp_path)
-    ended(on("measure collectives --sizes 4KiB,8KiB --nodes 2 --resume"))
+    going_on = on("measure collectives --sizes 4KiB,8KiB --nodes 2 --resume")
+    going_on.communicate(timeout=paced(300))
+    assert going_on.returncode in (0, 4)  # 4: what was under way counts as hung
     after = records(tmp_path)
     assert len(after) > len(before) and after.items() >= before.items()
 
