@@ -63,8 +63,9 @@ check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling
 	$(VENV) tools/docstrings.py
 	$(VENV) -m codespell_lib
 
-pictures: .venv/stamp ## draw the pictures of docs/calibrate.md anew
+pictures: .venv/stamp ## draw the pictures of docs/calibrate.md and docs/search.md anew
 	@PYTHONPATH=. $(VENV) tools/pictures.py
+	@PYTHONPATH=. $(VENV) tools/search_pictures.py
 
 demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: ./demo/report.html
 	@mkdir -p demo && cd demo && begin=$$(date +%s) && \

@@ -1,4 +1,4 @@
-"""The pictures of docs/calibrate.md are those that `make pictures` draws of the stored data."""
+"""The pictures of docs/calibrate.md and docs/search.md are those that `make pictures` draws."""
 
 import re
 import runpy
@@ -19,11 +19,14 @@ def places(svg: str) -> list[float]:
     return list(map(float, re.findall(r"-?[\d.]+", drawn)))
 
 
-def test_the_pictures_are_current(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["pictures.py", str(tmp_path)])
-    runpy.run_path(str(ROOT / "tools/pictures.py"), run_name="__main__")
-    drawn, chapter = sorted(tmp_path.glob("*.svg")), (ROOT / "docs/calibrate.md").read_text()
-    assert {path.name for path in drawn} == set(re.findall(r"\((calibrate-\w+\.svg)\)", chapter))
+@pytest.mark.parametrize(
+    ("program", "chapter"), [("pictures", "calibrate"), ("search_pictures", "search")]
+)
+def test_the_pictures_are_current(tmp_path, monkeypatch, program, chapter):
+    monkeypatch.setattr("sys.argv", [f"{program}.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / f"tools/{program}.py"), run_name="__main__")
+    drawn, text = sorted(tmp_path.glob("*.svg")), (ROOT / f"docs/{chapter}.md").read_text()
+    assert {path.name for path in drawn} == set(re.findall(rf"\(({chapter}-\w+\.svg)\)", text))
     for path in drawn:
         kept, now = (ROOT / "docs" / path.name).read_text(), path.read_text()
         assert words(kept) == words(now), f"{path.name} is old: make pictures"
