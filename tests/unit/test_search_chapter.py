@@ -171,7 +171,7 @@ def test_the_parts_are_those_of_their_table(prices):
 
 
 STORED = {  # what the chapter says, and what the records say
-    "2026-11-28-proof": ("**Regret 0 %**", "GPT-2.6B 7 plans (twice), of Llama-3-8B 4", "Ten were"),
+    "2026-11-28-regret": ("**Regret 0.0 % and 0.1 %**", "eleven plans", "second of ten"),
     "2026-11-27-validate": ("115 pairs", "59", "57"),
     "2026-11-28-planning": ("gpt-2.6b 1.6,\nllama-3-70b 4.9",),
     "2026-11-28-published": ("All 33 + 21 are legal, and none beats our best",),
