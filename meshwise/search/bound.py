@@ -194,9 +194,9 @@ def memory_bytes(
     whole = layout.zero < 2 and layout.num_microbatches > 1  # added up before they are reduced
     added = prices.costs.recipe.widening
     gradients = ranks.least.parameter_bytes * (added if whole else 1 / layout.shards)
-    some = schedule.enough(layout.schedule, layout.pp, layout.num_microbatches)
-    moments = _moments(layout.schedule, layout.pp, layout.stages_per_rank, some)
-    held = max(alive * ranks.least.saved_bytes + reduced * gradients for alive, reduced in moments)
+    held = max(
+        alive * ranks.least.saved_bytes + reduced * gradients for alive, reduced in moments(layout)
+    )
     return state + copies + held + prices.costs.memory_overhead_bytes
 
 
@@ -469,14 +469,20 @@ def _traffic(
     return layer, root
 
 
+def moments(layout: Layout, rank: int = 0) -> tuple[tuple[int, int], ...]:
+    """Return pairs (most microbatches alive, stages that already hold gradients) of a pipeline
+    rank, taken right after its forwards, without those that have no more of either than another."""
+    name, pp = layout.schedule, layout.pp
+    some = schedule.enough(name, pp, layout.num_microbatches)
+    return _moments(name, pp, rank, layout.stages_per_rank, some)
+
+
 @lru_cache(maxsize=4096)
 def _moments(
-    name: Name, pp: int, stages_per_rank: int, num_microbatches: int
+    name: Name, pp: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return pairs (most microbatches alive, stages that already hold gradients) of the first rank,
-    taken right after its forwards, without those that have no more of either than another."""
     alive, reduced, found = 0, set[int](), dict[int, int]()
-    for kind, stage, _ in schedule.row(name, pp, 0, stages_per_rank, num_microbatches):
+    for kind, stage, _ in schedule.row(name, pp, rank, stages_per_rank, num_microbatches):
         alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free some: count as freed
         if kind in "BW":
             reduced.add(stage)

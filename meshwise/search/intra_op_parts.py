@@ -16,19 +16,25 @@ are no sums, and ``find`` prices what was found in full:
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
-from meshwise import schedule
 from meshwise.models import placement
 from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
-from meshwise.schedule import Name
-from meshwise.search.bound import NOTHING, again_of, cut_of, layer_work, layers_of, stages_of
+from meshwise.search.bound import (
+    NOTHING,
+    again_of,
+    cut_of,
+    layer_work,
+    layers_of,
+    moments,
+    stages_of,
+)
 from meshwise.search.intra_op import Array, Cost, GraphPiece, Question, solve
 from meshwise.search.predict import memory_of, predict
 from meshwise.search.simulate import ROLES
@@ -125,8 +131,9 @@ class PartTable:
         for stage, end in zip(stages, self.ends, strict=True):
             self.layers.update(layers_of(end.kinds, again_of(seen[stage])))
         self.inside = unchecked(seen[stages[0]], recompute=NOTHING, recompute_layers=None)
-        in_flight = _in_flight(layout.schedule, layout.pp, rank, turns, count)
-        self.question = Question(count, in_flight, np.inf)
+        alive, reduced = max(moments(layout, rank), key=self._needs)
+        self.reduced = reduced / turns
+        self.question = Question(count, alive / turns, np.inf)
         # a tied embedding at both ends of a pipeline stays as it is: both hold one weight
         self.keeps_ends = layout.pp > 1 and is_tied(model)
 
@@ -216,19 +223,34 @@ class PartTable:
         sent_s, copies_s = [rate * size for rate in self.rates[kind]]
         each, once = (sent_s, 0.0) if inside.zero >= 2 else (0.0, sent_s)
         gathered = work.copy_bytes if inside.zero == 3 else 0.0
-        adds_up = inside.zero < 2 and inside.num_microbatches > 1  # before they are reduced
-        recipe = self.prices.costs.recipe
-        kept, added = 1 + WHOLE_STATES[recipe.optimizer], recipe.widening
+        kept = 1 + WHOLE_STATES[self.prices.costs.recipe.optimizer]
         return np.asarray(
             Cost(
                 pace_s=work.both_s + copies_s + each,
                 once_s=spent.optimizer.time_s / shards + once,  # with sums over tp
-                resident=kept * size / shards + size * (added if adds_up else 1 / shards)
+                resident=kept * size / shards + size * self.gradient * self.reduced
                 + work.copy_bytes - gathered,
                 held=work.saved_bytes,
                 transient=spent.actions["B"][0][1].rise.get(ROLES["activation"], 0.0) + gathered,
             )
         )  # fmt: skip
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of gradients for each of the parameters."""
+        adds_up = (
+            self.inside.zero < 2 and self.inside.num_microbatches > 1
+        )  # before they are reduced
+        return self.prices.costs.recipe.widening if adds_up else 1 / self.inside.shards
+
+    def _needs(self, moment: tuple[int, int]) -> float:
+        """Return the bytes of layers with the cuts given: saved, and gradients."""
+        cut, needs = cut_of(self.inside), 0.0
+        for layer, count in self.layers.items():
+            of = layer_work(*self.about, cut, self.prices, layer)
+            held, reduced = moment[0] * of.saved_bytes, moment[1] * of.parameter_bytes
+            needs += count * (held + reduced * self.gradient)
+        return needs
 
     @cached_property
     def rates(self) -> dict[LayerKind, tuple[float, float]]:
@@ -249,13 +271,3 @@ def _cuts(stream: str, words: _Words | None = None) -> Cuts:
 
 def _replaced(cuts: Cuts, by: Cuts, *fields: str) -> Cuts:
     return msgspec.structs.replace(cuts, **{field: getattr(by, field) for field in fields})
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(name: Name, pp: int, rank: int, stages_per_rank: int, count: int) -> float:
-    """Return the most microbatches that a rank's stages hold at once, in the mean over these."""
-    alive = most = 0
-    for kind, *_ in schedule.row(name, pp, rank, stages_per_rank, count):
-        alive += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-        most = max(most, alive)
-    return most / stages_per_rank

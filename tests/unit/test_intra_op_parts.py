@@ -2,7 +2,6 @@
 cuts."""
 
 import itertools
-import math
 import random
 from unittest import mock
 
@@ -98,16 +97,47 @@ def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
 )  # fmt: skip
 def test_no_cuts_are_faster_by_more_than_a_hundredth(name, host, gib, given):
     """Against predicting every choice of cuts, where memory is enough and where it is not."""
-    model, costs = MODELS[name], priced_on(host, gib)
-    layout, prices = Layout(tp=4, **given), Prices(costs, datasheet=True)
-    limit, least_s = costs.cluster.usable_bytes, math.inf
-    for cuts in every_cuts(model, layout, WORKLOAD.seq_len):
-        of = search.predict(model, WORKLOAD, with_cuts(layout, cuts), prices)
-        if of.peak_memory_bytes <= limit:
-            least_s = min(least_s, of.step_time_s)
+    costs = priced_on(host, gib)
+    check(MODELS[name], Layout(tp=4, **given), costs, lambda peaks: costs.cluster.usable_bytes)
+
+
+def check(model, layout, costs, limit_of):
+    prices = Prices(costs, datasheet=True)
+    every = [
+        search.predict(model, WORKLOAD, with_cuts(layout, cuts), prices)
+        for cuts in every_cuts(model, layout, WORKLOAD.seq_len)
+    ]
+    limit = limit_of(sorted(of.peak_memory_bytes for of in every))
+    least_s = min(of.step_time_s for of in every if of.peak_memory_bytes <= limit)
     found = fastest(model, WORKLOAD, layout, prices, limit)
     assert least_s <= found.prediction.step_time_s <= 1.01 * least_s
     assert found.prediction.peak_memory_bytes <= limit
+
+
+def test_no_cuts_are_faster_in_forty_random_cases():
+    """Links of 0.01 to 3 times their rate, so that messages are hidden, partly or not; memory for
+    all choices or for some."""
+    for seed in range(40):
+        some = random.Random(seed)
+        model = MODELS[some.choice([*MODELS])]
+        cluster, rate = (
+            priced_on(some.choice(["p3.16xlarge", "h100-hgx"])).cluster,
+            some.uniform(-2, 0.5),
+        )
+        tiers = [
+            msgspec.structs.replace(tier, bytes_per_s=tier.bytes_per_s * 10**rate)
+            for tier in cluster.tiers
+        ]
+        costs = unmeasured(msgspec.structs.replace(cluster, tiers=tuple(tiers)))
+        tp = some.choice([2, 4])
+        dp = some.choice([1, 2, 4][: 8 // tp - 1])
+        size = some.choice([size for size in (1, 2, 4, 8) if 8 // dp % size == 0])
+        layout = Layout(
+            tp=tp, dp=dp, zero=some.choice([0, 1, 2, 3]) if dp > 1 else 0, microbatch_size=size,
+            num_microbatches=8 // dp // size, recompute=some.choice(["none", "selective", "full"]),
+        )  # fmt: skip
+        share = some.choice([0.3, 0.7, 1.0])
+        check(model, layout, costs, lambda peaks, at=share: peaks[int(at * (len(peaks) - 1))])
 
 
 PIPELINES = [
