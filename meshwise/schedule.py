@@ -250,24 +250,27 @@ def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
 def simulate(
     table: Table,
     duration: Callable[[Action], float],
-    transfer: Callable[[int], float] = lambda stage: 0.0,
+    transfer: Callable[[int, int], float] = lambda here, there: 0.0,
 ) -> list[list[Span]]:
     """Return start and end of each action if ranks run their rows in order; linear in the actions.
 
-    ``duration``: an action's seconds. ``transfer(s)``: seconds to send a tensor between stages s
-    and s + 1, either way. They delay the receiver, keep no rank busy, and are 0 between stages of
-    one rank. F needs the F of the stage before. B and I need their own F, and the B or I of the
+    ``duration``: an action's seconds. ``transfer(s, t)``: seconds to send a tensor from stage s to
+    its neighbour t. They delay the receiver, keep no rank busy, and are 0 between stages of one
+    rank. F needs the F of the stage before. B and I need their own F, and the B or I of the
     stage after. W needs its own I. If a row waits forever, a ValueError names the action that it
     waits for.
     """
     place = {action.stage: rank for rank, row in enumerate(table) for action in row}
     last = max(place)
-    hops_s = [0.0 if place.get(s) == place.get(s + 1) else transfer(s) for s in range(last)]
+
+    def hop_s(here: int, there: int) -> float:
+        return 0.0 if place.get(here) == place.get(there) else transfer(here, there)
+
     needs: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {}  # what has to end, and hops
     for s in place:
-        needs["F", s] = [("F", s - 1, hops_s[s - 1])] if s else []
+        needs["F", s] = [("F", s - 1, hop_s(s - 1, s))] if s else []
         needs["B", s] = [("F", s, 0.0)]
-        needs["B", s] += [("B", s + 1, hops_s[s])] if s < last else []
+        needs["B", s] += [("B", s + 1, hop_s(s + 1, s))] if s < last else []
         needs["I", s], needs["W", s] = needs["B", s], [("I", s, 0.0)]
 
     spans: list[list[Span]] = [[] for _ in table]
@@ -280,11 +283,11 @@ def simulate(
         start = done[-1].end_s if done else 0.0
         while len(done) < len(row):
             kind, stage, m = action = row[len(done)]
-            for what, where, hop_s in needs[kind, stage]:
+            for what, where, away_s in needs[kind, stage]:
                 if (at := ended.get((what, where, m))) is None:
                     waiting.setdefault((what, where, m), []).append(rank)
                     break
-                start = max(start, at + hop_s)
+                start = max(start, at + away_s)
             else:
                 end = start + duration(action)
                 done.append(Span(action, start, end))

@@ -353,9 +353,8 @@ def _in_best_order(
 def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:
     """Return the error that names the measurement this pipeline's price lacks, or None."""
     try:
-        for op in moved(model, workload, layout, prices.costs):
-            if op:
-                prices.estimate(op)
+        for op in moved(model, workload, layout, prices.costs).values():
+            prices.estimate(op)
     except ValueError as missing:
         return str(missing)
     return None

@@ -23,9 +23,10 @@ transient, while this node or edge runs. With n microbatches, k of them in fligh
 - The chain (``_walk``). Labels go from piece to piece. One is dropped if others beat it, or if it
   can lead to nothing that fits or is as fast as the upper bound: by multiplier, and by bytes.
 
-The answer is exact for this objective. Where all layers share one placement, as in a stage with one
-``Cuts``, the table says so: a node stands for this part of all layers, and its boundary matrix is
-diagonal in the stream's placement (``intra_op_parts``).
+The answer is exact for this objective. Of placements that cost the same, those listed first are
+taken. Where all layers share one placement, as in a stage with one ``Cuts``, the table says so: a
+node stands for this part of all layers, and its boundary matrix is diagonal in the stream's
+placement (``intra_op_parts``).
 """
 
 import math

@@ -44,6 +44,7 @@ from meshwise.search.traffic import sent
 from meshwise.spec import AnyModel, Candidate, Cuts, LayerKind, Layout, WideResNet, Workload
 from meshwise.spec.layout import Way, rank_of
 
+# the usual word first: it is taken if others cost the same
 WORDS = {field: get_args(hint) for field, hint in get_type_hints(Cuts).items()}
 _ROUNDS = 4  # of choosing cuts
 _SIZE = len(Cost._fields)

@@ -13,7 +13,7 @@ tied embedding, and then what the optimizer allocates.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from meshwise.spec.layout import SPLIT
 
 BUBBLE, SCRATCH = "pipeline bubble", "optimizer scratch"
 _UNKNOWN = Live({}, {})
+Hop = tuple[int, int]  # the stage that sends, and the one that receives
 
 
 class Element(NamedTuple):
@@ -140,20 +141,19 @@ def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) 
 def course(
     stages: Sequence[StageCost],
     times: Timetable,
-    hops: Sequence[Charge | None],
+    hops: Mapping[Hop, Charge],
     exchange: Charge | None,
 ) -> StepOnPaper:
-    """Run a step's actions on paper. ``hops[s]``: the price of sending a tensor between stages s
-    and s + 1; None if both are on one rank, and for the last stage. ``exchange``: the price of
-    sending the gradients of a tied embedding between the first and the last stage."""
+    """Run a step's actions on paper. ``hops``: the price of each message between neighbouring
+    stages on different ranks. ``exchange``: the price of sending the gradients of a tied embedding
+    between the first and the last stage."""
     spent = [stages[stage].actions[kind][place][0] for stage, kind, place in times.elements]
     of_action, seconds = times.of_action, [of.time_s for of in spent]
-    hop_s = [hop.time_s if hop else 0.0 for hop in hops]
 
     def duration(action: Action) -> float:
         return sum([seconds[number] for number in of_action[action]])
 
-    spans = schedule.simulate(times.table, duration, hop_s.__getitem__)
+    spans = schedule.simulate(times.table, duration, lambda *hop: hops[hop].time_s)
     held = times.held
     over = [_traffic_ends(row, times, spent) for row in spans]
     ready = list(over)
@@ -171,7 +171,7 @@ def course(
 def step_time(
     stages: Sequence[StageCost],
     times: Timetable,
-    hops: Sequence[Charge | None],
+    hops: Mapping[Hop, Charge],
     exchange: Charge | None,
 ) -> StepTime:
     """Return the step's seconds; arguments as of ``course``."""
@@ -185,7 +185,8 @@ def step_time(
         add_all(errors, cost.errors, count)
     clock = 0.0
     for (kind, stage, _), start_s, end_s in spans[rank]:
-        _wait(start_s - clock, hops[stage - 1 if kind == "F" else stage], parts, errors)
+        sender = stage + (-1 if kind == "F" else 1)
+        _wait(start_s - clock, hops.get((sender, stage)), parts, errors)
         clock = end_s
     add(parts, WAITING, over[rank] - clock)
     _wait(ready[rank] - over[rank], exchange, parts, errors)

@@ -1,9 +1,9 @@
 """Predict a step of one layout: time and peak memory by part, with intervals.
 
 ``stage`` prices the stages action by action, and ``pipeline`` simulates their schedule. This module
-prices the messages between stages. A microbatch's activation or gradient is sent to the rank with
-the same slice of the next stage. Once a step, the gradients of a tied embedding are sent if its two
-ends are on different ranks.
+prices the messages between stages. A microbatch's activation or gradient is sent to the ranks of
+the next stage that need a slice of it: a copy to each, if they hold copies. Once a step, the
+gradients of a tied embedding are sent if its two ends are on different ranks.
 
 Interval of the time: each group of prices contributes its held-out error (p90) times its share.
 Errors are fully correlated within a group and independent between groups. Interval of the memory:
@@ -24,7 +24,15 @@ from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search.charges import MESSAGES
-from meshwise.search.pipeline import BUBBLE, StepTime, Timetable, peak_memory, step_time, timetable
+from meshwise.search.pipeline import (
+    BUBBLE,
+    Hop,
+    StepTime,
+    Timetable,
+    peak_memory,
+    step_time,
+    timetable,
+)
 from meshwise.search.simulate import SHARING, SUMS, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.search.tail import tail
@@ -57,7 +65,7 @@ class PricedStages(NamedTuple):
 
     stages: list[StageCost]
     times: Timetable
-    hops: list[Charge | None]
+    hops: dict[Hop, Charge]
     exchange: Charge | None
 
 
@@ -106,11 +114,15 @@ def staged(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) 
     """Price the stages of a layout and what they send each other."""
     stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
     prices.begin()
+    tied = exchanged(model, layout, prices.costs)
     return PricedStages(
         stages,
         timetable(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches),
-        [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, prices.costs)],
-        _charge(exchanged(model, layout, prices.costs), EXCHANGE, prices),
+        {
+            hop: _charge(op, TRANSFER, prices)
+            for hop, op in moved(model, workload, layout, prices.costs).items()
+        },
+        _charge(tied, EXCHANGE, prices) if tied else None,
     )
 
 
@@ -184,7 +196,7 @@ def in_transit(
     """Return the bytes that stages do not count: of a tensor being sent between ranks, and of a
     tied embedding's second gradient at the end of the step."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
-    moving = [size for size, (here, there) in zip(sizes, ends, strict=True) if here != there]
+    moving = [max(of) for of, (here, there) in zip(sizes, ends, strict=True) if here != there]
     return max(moving, default=0), _exchanged_bytes(model, layout, costs)
 
 
@@ -197,14 +209,18 @@ def most_sent(layout: Layout, costs: Costs) -> int:
 
 def moved(
     model: AnyModel, workload: Workload, layout: Layout, costs: Costs
-) -> list[Collective | None]:
-    """Return each stage's message to the next: None within a rank and after the last stage."""
-    sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
-    ops = [
-        _between(layout, costs, here, there, size)
-        for size, (here, there) in zip(sizes, ends, strict=True)
-    ]
-    return [*ops, None]
+) -> dict[Hop, Collective]:
+    """Return the messages between neighbouring stages on different ranks, either way. A device gets
+    its part of the next stage's tensor, and fewer devices send more each."""
+    ranks, found = _ranks(layout), dict[Hop, Collective]()
+    for stage, sizes in enumerate(_stream_bytes(model, workload, layout, costs)):
+        ends = (stage, stage + 1)
+        count = {end: len(layout.devices_of(ranks[end])) for end in ends}
+        for (here, there), got in (ends, sizes[1]), (ends[::-1], sizes[0]):
+            if ranks[here] != ranks[there]:
+                most = max(got, got * count[there] // count[here])
+                found[here, there] = _between(layout, costs, ranks[here], ranks[there], most)
+    return found
 
 
 def _ranks(layout: Layout) -> list[int]:
@@ -212,15 +228,17 @@ def _ranks(layout: Layout) -> list[int]:
     return [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
 
 
-def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
-    """Return the bytes of a microbatch's activations at each stage boundary, per device of the
-    side that holds more."""
+def _stream_bytes(
+    model: AnyModel, workload: Workload, layout: Layout, costs: Costs
+) -> list[tuple[int, ...]]:
+    """Return the bytes of a microbatch's activations at each stage boundary, on a device before it
+    and on one after it."""
     inside, layers = views(layout), layout.stage_layers(model.layers)
     shares = {
         view: view.cp * (view.tp if view.placed.stream != "whole" else 1) for view in set(inside)
     }
     return [
-        max(
+        tuple(
             _stream_elements(model, view.microbatch_size, workload.seq_len, at.stop)
             // shares[view] * DTYPE_BYTES[costs.dtype]
             for view in sides
@@ -260,12 +278,8 @@ def _embedding_elements(model: AnyModel) -> int:
     return next(w.num_elements for w in weights(model) if w.name == "embed.weight")
 
 
-def _between(
-    layout: Layout, costs: Costs, here: int, there: int, size_bytes: int
-) -> Collective | None:
+def _between(layout: Layout, costs: Costs, here: int, there: int, size_bytes: int) -> Collective:
     """Return the message that a device of one pipeline rank sends to its counterpart on another."""
-    if here == there:
-        return None
     low, high = sorted(layout.devices_of(rank)[0] for rank in (here, there))
     return Collective(
         kind="send_recv",
@@ -287,9 +301,7 @@ def _stride(cluster: Cluster, low: int, high: int) -> int:
     return max(high - low, within)
 
 
-def _charge(op: Collective | None, part: str, prices: Prices) -> Charge | None:
-    if op is None:
-        return None
+def _charge(op: Collective, part: str, prices: Prices) -> Charge:
     estimate = prices.estimate(op)
     return Charge(estimate.time_s, part, "Collective", estimate.time_s * estimate.error)
 

@@ -61,7 +61,6 @@ def _of_rank(rank: int, priced: PricedStages) -> Iterator[Drawn]:
 def _sent(action: Action, name: str, end_s: float, priced: PricedStages) -> Iterator[Drawn]:
     """Yield the message that an action sends to the stage behind it (F) or before it (B, I)."""
     there = action.stage + (1 if action.kind == "F" else -1)
-    if action.kind != "W" and there in range(len(priced.stages)):
-        hop = priced.hops[min(action.stage, there)]
-        if hop is not None:
-            yield "messages", f"{name} to stage {there}", end_s, end_s + hop.time_s
+    hop = priced.hops.get((action.stage, there))
+    if action.kind != "W" and hop is not None:
+        yield "messages", f"{name} to stage {there}", end_s, end_s + hop.time_s

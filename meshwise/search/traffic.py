@@ -91,8 +91,8 @@ def passed_on(
 @lru_cache(maxsize=4096)
 def _passed(model: AnyModel, workload: Workload, way: Layout, prices: Prices) -> tuple[float, ...]:
     two = space.unchecked(way, pp=2, schedule="1f1b", layers=(1, model.layers - 1))
-    costs, (op, _) = prices.costs, moved(model, workload, two, prices.costs)
-    assert op is not None
+    costs = prices.costs
+    op = moved(model, workload, two, costs)[0, 1]
     apart = costs.cluster.num_devices_per_host if costs.cluster.num_hosts > 1 else 1
     far = msgspec.structs.replace(op, group_stride=max(op.group_stride, apart))
     within, across = (2 * prices.estimate(each).time_s for each in (op, far))

@@ -7,9 +7,11 @@ Alpa's 21 plans for p3.16xlarge. benchmarks/2026-11-28-published has the tables.
 from statistics import mean
 
 import pytest
+from msgspec.structs import replace
 
 from meshwise import search
 from tests.oracle.published import (
+    OTHERWISE,
     ROWS,
     as_run_s,
     compared,
@@ -22,8 +24,10 @@ from tests.oracle.published import (
 
 STEPS = [step_of(row) for row in ROWS]
 FOUND = dict(found_by_alpa())
-# By how much Alpa's convolutions cut by channel lose by our price: README.md says why.
-SLOWER = {"wresnet-2b, 8 GPUs": 1.52, "wresnet-4b, 16 GPUs": 1.11, "wresnet-13b, 64 GPUs": 1.69}
+# Theirs over ours. Cut by channel, we compute most of a layer whole on every tp rank, and send each
+# a copy of every image; Alpa divides all of it, and sends an image once to a host. README.md has
+# the terms.
+SLOWER = {"wresnet-2b, 8 GPUs": 1.52, "wresnet-4b, 16 GPUs": 1.11, "wresnet-13b, 64 GPUs": 1.37}
 FASTER = {"wresnet-6.8b, 32 GPUs": 0.996}  # than the best of its kind that was found
 
 
@@ -80,21 +84,27 @@ def test_plans_that_alpa_found_are_legal(name):
 
 
 def beside_ours(of):
-    """Check that a layout never beats our best, and return its seconds over our best of its
-    kind's."""
-    *like, best = compared(*of).times_ours()
+    """Check that a layout never beats our best, and return its seconds and those over our best of
+    its kind's."""
+    found = compared(*of)
+    *like, best = found.times_ours()
     assert best >= 1 - 1e-9
-    return like[0]
+    return found.theirs, like[0]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_published_layouts_are_near_ours_and_never_faster(step):
     about = step.model, step.workload, step.costs
-    share = beside_ours((*about, [step.layout], likely(step.layout)[:1]))
+    _, share = beside_ours((*about, [step.layout], likely(step.layout)[:1]))
     assert 1 - 1e-9 <= share <= 1.10
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_plans_that_alpa_found_are_near_ours_and_never_faster(name):
-    share = beside_ours(FOUND[name])
+    """Three Wide-ResNets lose more. With stages cut by images, or without the unevenness of Alpa's
+    layers, they do not: 1.07, 1.02 and 1.01."""
+    theirs, share = beside_ours(FOUND[name])
     assert FASTER.get(name, 1 - 1e-9) <= share <= SLOWER.get(name, 1.10)
+    other = search.given(*FOUND[name][:3], replace(theirs.layout, **OTHERWISE.get(name, {})))
+    share *= other.prediction.step_time_s / theirs.prediction.step_time_s
+    assert share <= 1.10

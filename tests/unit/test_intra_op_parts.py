@@ -86,6 +86,24 @@ def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
         )
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_of_cuts_that_cost_the_same_the_first_words_are_taken(name):
+    """Of every choice of cuts, the usual words first, in every memory that one of them needs."""
+    layout = Layout(dp=2, tp=4, microbatch_size=4, num_microbatches=2)
+    prices = Prices(priced_on("h100-hgx"), datasheet=True)
+    table, found = PartTable(MODELS[name], WORKLOAD.seq_len, layout, prices), dict[Cuts, Cost]()
+    for cuts in every_cuts(MODELS[name], layout, WORKLOAD.seq_len):
+        found[cuts] = cost_of(table, cuts)
+    costs, num_ties = np.asarray([*found.values()]), 0
+    held = table.question.in_flight * costs[:, 3]
+    for size in {*(costs[:, 2] + held + costs[:, 4]).tolist()}:
+        best = table.best(size * (1 + 1e-9) + prices.costs.memory_overhead_bytes)
+        alike = np.isclose(costs, found[best], rtol=1e-9, atol=0).all(axis=1)
+        assert best == [*found][alike.argmax()]
+        num_ties += alike.sum() > 1
+    assert num_ties
+
+
 @pytest.mark.parametrize(
     ("name", "host", "gib", "given"),
     [

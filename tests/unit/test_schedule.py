@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -94,7 +94,7 @@ def brute_force(table, duration, transfer):
     orders = [(*pair, 0.0) for row in table for pair in pairwise(row)]
     for a in (action for row in table for action in row):
         for b in (action for row in table for action in row if action.microbatch == a.microbatch):
-            away = 0.0 if rank[a.stage] == rank[b.stage] else transfer(min(a.stage, b.stage))
+            away = 0.0 if rank[a.stage] == rank[b.stage] else transfer((a.stage, b.stage))
             match a.kind + b.kind, b.stage - a.stage:
                 case ("FB" | "FI" | "IW", 0) | ("FF", 1) | ("BB" | "BI" | "IB" | "II", -1):
                     orders.append((a, b, away))
@@ -117,8 +117,9 @@ def test_spans_are_the_earliest_that_the_rules_allow(numbers, seed):
     table = schedule.table(*numbers)
     chance = random.Random(seed)
     durations = {action: chance.choice([0.0, 1.0, 2.5]) for row in table for action in row}
-    transfers = [chance.choice([0.0, 0.75, 4.0]) for _ in range(numbers[1] * numbers[2])]
-    spans = schedule.simulate(table, durations.__getitem__, transfers.__getitem__)
+    stages = permutations(range(numbers[1] * numbers[2]), 2)
+    transfers = {hop: chance.choice([0.0, 0.75, 4.0]) for hop in stages}
+    spans = schedule.simulate(table, durations.__getitem__, lambda *hop: transfers[hop])
     assert [[span.action for span in row] for row in spans] == [list(row) for row in table]
     starts = brute_force(table, durations.__getitem__, transfers.__getitem__)
     for span in (span for row in spans for span in row):
@@ -129,19 +130,21 @@ def test_spans_are_the_earliest_that_the_rules_allow(numbers, seed):
 @some_admitted
 def test_no_step_is_shorter_than_a_ranks_work(numbers):
     table = schedule.table(*numbers)
-    spans = schedule.simulate(table, lambda action: 1.0 + action.stage, lambda stage: 0.5)
+    spans = schedule.simulate(table, lambda action: 1.0 + action.stage, lambda *hop: 0.5)
     work = max(sum(1.0 + action.stage for action in row) for row in table)
     assert schedule.end_time(spans) >= work
 
 
 def test_a_transfer_delays_the_receiver_and_only_between_ranks():
-    spans = schedule.simulate(schedule.table("1f1b", 2, 1, 1), unit(), lambda stage: 10)
+    spans = schedule.simulate(
+        schedule.table("1f1b", 2, 1, 1), unit(), lambda here, there: 10 if here else 3
+    )
     assert [(s.start_s, s.end_s) for row in spans for s in row] == [
-        *[(0, 1), (24, 26)],  # F and B of stage 0
-        *[(11, 12), (12, 14)],
+        *[(0, 1), (17, 19)],  # F and B of stage 0
+        *[(4, 5), (5, 7)],
     ]
     table = schedule.table("zbv", 1, 2, 3)
-    assert schedule.end_time(schedule.simulate(table, unit(2), lambda stage: 10)) == 9
+    assert schedule.end_time(schedule.simulate(table, unit(2), lambda *hop: 10)) == 9
 
 
 def test_the_stage_before_goes_on_after_the_input_backward():

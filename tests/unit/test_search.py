@@ -1,8 +1,10 @@
 """The search against brute force and closed forms, on the synthetic cluster of test_prices."""
 
 import itertools
+import math
 import random
 import re
+from collections import Counter
 from unittest import mock
 
 import msgspec
@@ -16,11 +18,13 @@ from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
 from meshwise.options.measure import ProfileOptions
 from meshwise.pages import figures, html, tables
+from meshwise.parallel.pipeline import activations
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside, Host, attainable, unmeasured
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
+from meshwise.reshard.transfer import transfer_list
 from meshwise.search import balance, bound, intra_op_parts, pipeline, room, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.charges import Corrections, beside_of, charges
@@ -794,8 +798,11 @@ class TestPipeline:
     """Steps of invented stages: forward 1, backward 2 (I and W 1 each), optimizer 5."""
 
     F, B, OPTIMIZER = 1.0, 2.0, 5.0
-    FREE = Charge(0.0, "pipeline transfer", "Collective", 0.0)
     SAVED, WORKING = 10.0, 3.0
+
+    def free(self, stages):
+        hops = itertools.permutations(range(stages), 2)
+        return dict.fromkeys(hops, Charge(0.0, "pipeline transfer", "Collective", 0.0))
 
     def stage(self, kinds="FB", resident=100, *, tail=0.0):
         def cost(kind, last):
@@ -813,7 +820,7 @@ class TestPipeline:
     @given(pp=st.integers(1, 6), count=st.integers(3, 20))
     def test_1f1b_is_its_closed_form(self, pp, count):
         times = pipeline.timetable("1f1b" if pp > 1 else "none", pp, 1, count)
-        step = pipeline.step_time([self.stage()] * pp, times, [self.FREE] * pp, None)
+        step = pipeline.step_time([self.stage()] * pp, times, self.free(pp), None)
         expected = (count + pp - 1) * (self.F + self.B) + self.OPTIMIZER
         assert step.time_s == pytest.approx(expected, rel=1e-9)
         assert step.parts.get("pipeline bubble", 0.0) == (pp - 1) * (self.F + self.B)
@@ -823,7 +830,7 @@ class TestPipeline:
     def test_stages_in_a_loop_divide_the_bubble(self, name):
         pp, stages, count = 4, 2, 8
         times = pipeline.timetable(name, pp, stages, count)
-        step = pipeline.step_time([self.stage()] * 8, times, [self.FREE] * 8, None)
+        step = pipeline.step_time([self.stage()] * 8, times, self.free(8), None)
         expected = (count * stages + pp - 1) * (self.F + self.B) + stages * self.OPTIMIZER
         assert step.time_s == pytest.approx(expected)
 
@@ -831,7 +838,7 @@ class TestPipeline:
     def test_a_split_backward_costs_what_its_halves_do(self, name):
         times = pipeline.timetable(name, 4, 2, 8)
         stages = [self.stage("FIW")] * 8
-        step = pipeline.step_time(stages, times, [self.FREE] * 8, None)
+        step = pipeline.step_time(stages, times, self.free(8), None)
         halves = {"F": self.F, "B": self.B, "I": self.B / 2, "W": self.B / 2}
         spans = schedule.simulate(times.table, lambda action: halves[action.kind])
         assert step.time_s == schedule.end_time(spans) + 2 * self.OPTIMIZER
@@ -839,24 +846,26 @@ class TestPipeline:
         assert busy == 2 * 8 * (self.F + self.B)
 
     def test_transfers_and_traffic_are_paid_where_nothing_hides_them(self):
-        hop = Charge(0.25, "pipeline transfer", "Collective", 0.1)
+        there, back = (Charge(s, "pipeline transfer", "Collective", 0.4 * s) for s in (0.25, 0.5))
         times = pipeline.timetable("1f1b", 2, 1, 4)
         stages = [self.stage(tail=1.5)] * 2
-        step = pipeline.step_time(stages, times, [hop, None], None)
+        step = pipeline.step_time(stages, times, {(0, 1): there, (1, 0): back}, None)
         spans = schedule.simulate(
-            times.table, lambda action: {"F": self.F, "B": self.B}[action.kind], lambda stage: 0.25
+            times.table,
+            lambda action: {"F": self.F, "B": self.B}[action.kind],
+            lambda here, there: 0.25 if here < there else 0.5,
         )
         assert step.time_s == schedule.end_time(spans) + 1.5 + self.OPTIMIZER
         assert step.parts["data-parallel communication (exposed)"] == 1.5
         waits = [b.start_s - a.end_s for a, b in itertools.pairwise(spans[0])]
-        assert step.parts["pipeline transfer"] == sum(min(wait, 0.25) for wait in waits)
+        assert step.parts["pipeline transfer"] == sum(min(wait, 0.5) for wait in waits)
         of = ("Collective", "pipeline transfer")
         assert step.errors == {of: pytest.approx(0.4 * step.parts[of[1]])}
 
     def test_a_tied_embedding_waits_for_both_ends(self):
         exchange = Charge(0.5, "tied embedding exchange", "Collective", 0.0)
         times = pipeline.timetable("1f1b", 3, 1, 4)
-        args = ([self.stage()] * 3, times, [self.FREE] * 3)
+        args = ([self.stage()] * 3, times, self.free(3))
         without, tied = (pipeline.step_time(*args, x) for x in (None, exchange))
         assert tied.time_s == without.time_s + 0.5
         assert tied.parts["tied embedding exchange"] == 0.5
@@ -950,12 +959,33 @@ def test_what_moves_between_stages(costs, pp, schedule_name, stages):
         pp=pp, schedule=schedule_name, stages_per_rank=stages, tp=2, sequence_parallel=True,
         microbatch_size=4, num_microbatches=2,
     )  # fmt: skip
+    crossing = moved(MODEL, WORKLOAD, layout, costs)
+    there = [(0, 1)] if stages == 1 else [(0, 1), (2, 3)]  # the V turns on one rank
+    assert {*crossing} == {*there, *((b, a) for a, b in there)}
+    for op in crossing.values():
+        assert op.size_bytes == 4 * 512 * 1024 * 2 // 2
+        assert (op.kind, op.group_size, op.group_stride) == ("send_recv", 2, 2)
+
+
+MESHES = [((4, 1), (1, 4)), ((2, 2), (4, 1)), ((2, 1), (4, 1)), ((1, 2), (1, 4)), ((4, 1), (1, 1))]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("meshes", MESHES)
+def test_a_message_is_what_the_busiest_rank_sends_or_gets(costs, meshes, sharded):
+    """By the executor's own plan of a boundary's messages."""
+    layout = Layout(
+        pp=2, schedule="1f1b", meshes=meshes, microbatch_size=4, num_microbatches=2,
+        sequence_parallel=sharded and any(tp > 1 for _, tp in meshes),
+    )  # fmt: skip
+    ends = [activations(layout, rank, (4, WORKLOAD.seq_len, MODEL.hidden)) for rank in (0, 1)]
     ops = moved(MODEL, WORKLOAD, layout, costs)
-    crossing = [op for op in ops if op is not None]
-    assert len(ops) == layout.num_stages and ops[-1] is None
-    assert len(crossing) == (1 if stages == 1 else 2)  # down and up the V, its turn is on one rank
-    assert {op.size_bytes for op in crossing} == {4 * 512 * 1024 * 2 // 2}
-    assert {(op.kind, op.group_size, op.group_stride) for op in crossing} == {("send_recv", 2, 2)}
+    for hop in (0, 1), (1, 0):
+        busy = Counter()
+        for move in transfer_list(ends[hop[0]], ends[hop[1]]):
+            for end in ("sends", move.source), ("gets", move.destination):
+                busy[end] += 2 * math.prod(move.box.shape)
+        assert ops[hop].size_bytes == max(busy.values())
 
 
 @given(per_host=st.sampled_from([2, 4, 8]), inside=st.sampled_from([1, 2, 4, 8]))
@@ -967,7 +997,8 @@ def test_a_transfer_takes_the_links_between_its_ranks(measured, per_host, inside
         return
     layout = Layout(pp=pp, schedule="1f1b", dp=inside, num_microbatches=4)
     model = msgspec.structs.replace(MODEL, layers=pp)
-    for stage, op in enumerate(moved(model, WORKLOAD, layout, there)[:-1]):
+    for (stage, after), op in moved(model, WORKLOAD, layout, there).items():
+        stage = min(stage, after)
         devices = range(stage * inside, (stage + 1) * inside)
         same_host = all(d // per_host == (d + inside) // per_host for d in devices)
         assert links(op, there.cluster).split()[2] == ("nvlink" if same_host else "net")
