@@ -471,7 +471,7 @@ def _traffic(
 
 def moments(layout: Layout, rank: int = 0) -> tuple[tuple[int, int], ...]:
     """Return pairs (most microbatches alive, stages that already hold gradients) of a pipeline
-    rank, taken right after its forwards, without those that have no more of either than another."""
+    rank, right after its forwards; none has less of both than another."""
     name, pp = layout.schedule, layout.pp
     some = schedule.enough(name, pp, layout.num_microbatches)
     return _moments(name, pp, rank, layout.stages_per_rank, some)

@@ -132,7 +132,8 @@ class PartTable:
         for stage, end in zip(stages, self.ends, strict=True):
             self.layers.update(layers_of(end.kinds, again_of(seen[stage])))
         self.inside = unchecked(seen[stages[0]], recompute=NOTHING, recompute_layers=None)
-        alive, reduced = max(moments(layout, rank), key=self._needs)
+        end = (0, turns)  # when all gradients are there
+        alive, reduced = max((*moments(layout, rank), end), key=self._needs)
         self.reduced = reduced / turns
         self.question = Question(count, alive / turns, np.inf)
         # a tied embedding at both ends of a pipeline stays as it is: both hold one weight
