@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from meshwise import store
+from meshwise.files import parse_json, read_bytes
 from meshwise.fit.calibrate import calibrate, expected_s
 from meshwise.pages import steps
 from meshwise.pages import validation as pages
@@ -163,6 +164,12 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
         raise ValueError(f"no step was measured: {found.reason}")
     if found.mode != "train":
         raise ValueError(f"{found.mode}: only training is predicted")
+    has_tf32 = "tf32" in plan.cluster.device.peak_flops
+    if plan.dtype == "fp32" and has_tf32 and not _says_precision(one.path):
+        raise ValueError(
+            "its record lacks recipe.fp32_precision: torch chose, TF32 for convolutions; prices "
+            "are of IEEE fp32; run it again"
+        )
     costs, own = pool.costs(one)
     cluster, hosts = costs.cluster, plan.cluster.num_hosts
     if hosts != cluster.num_hosts:
@@ -181,6 +188,12 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
         own=own,
         **_about(one, costs),
     )
+
+
+def _says_precision(path: Path) -> bool:
+    """Return whether run.json itself, before defaults fill it, says how fp32 was multiplied."""
+    stored = parse_json(read_bytes(path / "run.json"), str(path))
+    return "fp32_precision" in stored["plan"].get("recipe", {})
 
 
 def _about(one: _Stored, costs: Costs) -> dict[str, Any]:
