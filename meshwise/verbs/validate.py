@@ -115,13 +115,9 @@ class _Pool:
         return self._fit([one.path for one in alike if _kind(one) == last]), False
 
     def _fit(self, paths: list[Path]) -> Costs:
-        """Fit prices to runs of one machine. Its cluster files may differ in what does not count
-        here: host memory, cores, notes."""
+        """Fit prices to runs of one machine."""
         if (at := tuple(paths)) not in self._fitted:
-            runs = [store.load(path)[:2] for path in paths]
-            cluster = runs[-1][0].cluster
-            alike = [(msgspec.structs.replace(info, cluster=cluster), s) for info, s in runs]
-            self._fitted[at] = calibrate(alike)
+            self._fitted[at] = calibrate([store.load(path)[:2] for path in paths])
         return self._fitted[at]
 
     def prices(self, costs: Costs, **of: Any) -> Prices:
