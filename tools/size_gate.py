@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_919,
     "nn": 1_362,
     "options": 1_338,
-    "pages": 6_480,
+    "pages": 6_489,
     "parallel": 3_196,
     "prices": 1_683,
     "probe": 7_057,
