@@ -2,9 +2,18 @@
 
 from meshwise.fit.calibrate import calibrate
 from meshwise.fit.clusters import unlike
-from meshwise.fit.doubts import doubts
+from meshwise.fit.doubts import doubts, falling
 from meshwise.fit.sheet import off_sheet
 from meshwise.fit.slowdowns import ended_first
 from meshwise.fit.transfer import completed, transfer
 
-__all__ = ["calibrate", "completed", "doubts", "ended_first", "off_sheet", "transfer", "unlike"]
+__all__ = [
+    "calibrate",
+    "completed",
+    "doubts",
+    "ended_first",
+    "falling",
+    "off_sheet",
+    "transfer",
+    "unlike",
+]
