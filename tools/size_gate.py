@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_338,
     "pages": 6_489,
     "parallel": 3_196,
-    "prices": 1_683,
+    "prices": 1_701,
     "probe": 7_057,
     "reshard": 5_101,
     "search": 5_610,
