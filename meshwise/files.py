@@ -148,7 +148,7 @@ def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
         raise ValueError(f"{source} is not TOML: {error}") from None
     except ValueError:  # int() of thousands of digits
         raise ValueError(f"{source}: an integer is not below 2^63") from None
-    for field, value in _leaves(found):
+    for field, value in leaves(found):
         if isinstance(value, int | float) and (wrong := _out_of_range(value)):
             raise ValueError(f"{source}: {field}: {wrong}")
     return found
@@ -291,14 +291,14 @@ def _check_depth(data: Any) -> None:
     raise RecursionError
 
 
-def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf value with its field: ``tiers[0].num_devices``."""
     if isinstance(data, dict):
         for key, value in data.items():
-            yield from _leaves(value, f"{field}.{key}" if field else key)
-    elif isinstance(data, list):
+            yield from leaves(value, f"{field}.{key}" if field else key)
+    elif isinstance(data, list | tuple):
         for index, value in enumerate(data):
-            yield from _leaves(value, f"{field}[{index}]")
+            yield from leaves(value, f"{field}[{index}]")
     else:
         yield field, data
 

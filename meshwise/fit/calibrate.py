@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from meshwise.fit.clusters import refuse_unlike
 from meshwise.fit.curves import LEAST_TIMINGS, fit_curve
 from meshwise.fit.doubts import doubted
 from meshwise.fit.factors import fit_factors
@@ -21,7 +22,6 @@ from meshwise.prices.key import Category, Key, how, op_key
 from meshwise.spec import (
     Attention,
     Block,
-    Cluster,
     Collective,
     Costs,
     Curve,
@@ -30,7 +30,6 @@ from meshwise.spec import (
     Shaped,
     Sized,
     Surface,
-    digest,
 )
 from meshwise.spec.costs import LawName
 from meshwise.spec.op import Dtype
@@ -50,10 +49,10 @@ class _Timed(NamedTuple):
 
 
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
-    """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster. ``law``:
-    use this one for every curve that it can be fitted to."""
-    if len({cluster_digest(info.cluster) for info, _ in runs}) > 1:
-        raise ValueError("the runs come from different clusters; calibrate each cluster by itself")
+    """Return the costs fitted to the ok samples of ``runs``, of clusters that are alike in all that
+    prices depend on; the costs have that of the first. ``law``: use this one for every curve that
+    it can be fitted to."""
+    refuse_unlike([info.cluster for info, _ in runs])
     info, run_ids = runs[0][0], tuple(info.run_id for info, _ in runs)
     timed = [
         _Timed(
@@ -109,11 +108,6 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     )
     factors = fit_factors([(each.timed, each.about) for each in blocks], Prices(costs))
     return doubted(msgspec.structs.replace(costs, factors=factors))
-
-
-def cluster_digest(cluster: Cluster) -> str:
-    """Tell clusters apart by what they are, not by what the file or its user called them."""
-    return digest(msgspec.structs.replace(cluster, name="", notes=()))
 
 
 def _has_price(op: object) -> bool:

@@ -6,10 +6,13 @@ untested    too few sizes to leave one out, so the interval is 100 %
 units       100 times as long as the data sheet says, or as short; without a data sheet 300 times
             what the other curves of its kind say; a layer 100 times what its operations say:
             milliseconds for microseconds, as a rule
+falling     a larger size took less than a third of a smaller one's time; where hosts set the time,
+            stored profiles have up to 2.3 times
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import TypeVar
 
@@ -23,10 +26,10 @@ from meshwise.prices.laws import KnotTimes
 from meshwise.spec import Costs, Curve, Factor, Surface
 from meshwise.spec.label import label
 from meshwise.spec.run import Case
-from meshwise.units import format_seconds
+from meshwise.units import format_bytes, format_seconds
 
 Priced = TypeVar("Priced", Curve, Surface)
-OFF_SHEET, OFF_OTHERS = 100.0, 300.0  # factors
+OFF_SHEET, OFF_OTHERS, FALLING = 100.0, 300.0, 3.0  # factors
 
 
 def doubted(costs: Costs) -> Costs:
@@ -59,6 +62,7 @@ def doubts(costs: Costs) -> list[str]:
     ]
     if few:
         found.append(f"too few sizes to test, so the interval is 100 %: {', '.join(few)}")
+    found += falling(costs)
     laws = [(of, times_of(of)) for of in costs.curves]
     for name, price in named:
         if told := over_measured(price, Datasheet(costs.cluster)):
@@ -75,6 +79,27 @@ def doubts(costs: Costs) -> list[str]:
     for factor in costs.factors:
         ratios = dict(_over_usual(factor, prices_of))
         found += _off(name_of(factor, costs.cluster), ratios, OFF_SHEET, "its operations say")
+    return found
+
+
+def falling(costs: Costs) -> list[str]:
+    """Name the curves that fall as sizes rise, each with the two sizes that say it most."""
+    found = []
+    for curve in costs.curves:
+        time_s = np.asarray(curve.time_s)
+        most_s = np.maximum.accumulate(time_s)
+        low = int(np.argmax(most_s / time_s))
+        high = int(np.argmax(time_s[: low + 1]))
+        if most_s[low] <= FALLING * time_s[low]:
+            continue
+        more, less = (
+            f"{format_bytes(curve.x_bytes[i])} took {format_seconds(time_s[i])}"
+            for i in (high, low)
+        )
+        with suppress(ValueError):  # a group that the cluster cannot have
+            name = name_of(curve, costs.cluster)
+            fix = "measure these sizes anew: meshwise measure profile && meshwise calibrate"
+            found.append(f"{name}: {more}, but {less}; {fix}")
     return found
 
 

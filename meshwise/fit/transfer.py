@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshwise.fit.calibrate import calibrate, cluster_digest
+from meshwise.fit.calibrate import calibrate
 from meshwise.prices.datasheet import Datasheet
 from meshwise.prices.key import Category, how, op_key
 from meshwise.spec import Cluster, Costs, Op, Overlap, RunInfo, Sample, Shaped, Sized
@@ -28,8 +28,7 @@ KINDS = ("curves", "surfaces", "factors", "slowdowns")
 
 def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
     """Return the costs of ``target`` that runs of another cluster give, each price named by it."""
-    if len({cluster_digest(info.cluster) for info, _ in runs}) > 1:
-        raise ValueError("transfer_from: these runs come from different clusters; name one's alone")
+    here = calibrate([(info, [*samples]) for info, samples in runs], law)
     sheets = [Datasheet(cluster) for cluster in (runs[0][0].cluster, target)]
     moved = []
     for info, samples in runs:
@@ -51,7 +50,6 @@ def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
             f"{target.name!r}; give device.peak_flops and peak_memory_bytes_per_s of both"
         )
     costs, source = calibrate(moved, law), runs[0][0].cluster.device.name
-    here = calibrate([(info, [*samples]) for info, samples in runs], law)
     costs = replace(costs, factors=here.factors, lowering=here.lowering)
     named = {
         kind: tuple(replace(price, transferred_from=source) for price in getattr(costs, kind))

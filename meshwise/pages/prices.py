@@ -78,22 +78,31 @@ def of(prices: Costs) -> list[Table]:
             *_too_noisy(prices.surfaces, name),
         ),
     )  # fmt: skip
-    factors = listed(
-        "Blocks: measured time over the sum of their operations' prices",
-        prices.factors,
+    found = filled(curves, surfaces, _by_data_sheet(prices))
+    blocks = _blocks(prices.factors, name)
+    return [*found, blocks, *filled(_slowdowns(prices)), *_spread(prices.spread)]
+
+
+def _blocks(factors: Sequence[Factor], name: Callable[[Any], str]) -> Table:
+    if not factors:
+        return Table("No block was measured; plans add operations up as they are.", (), ())
+    return listed(
+        "Blocks: what the sum of their operations' prices leaves out",
+        factors,
         ("block", name),
         ("sizes", lambda factor: len(factor.ratio)),
-        ("time ratio", lambda factor: span(factor.ratio, "{:.2f}".format)),
-        ("saved bytes ratio", lambda factor: span(factor.saved_ratio, "{:.2f}".format)),
+        ("launch", lambda factor: span(filter(None, factor.host_s), format_seconds)),
+        ("fusion", lambda factor: span(factor.ratio, "{:.2f}".format)),
+        ("saved bytes", lambda factor: span(factor.saved_ratio, "{:.2f}".format)),
         *_errors(lambda factor: factor.held_out),
         legend=(
-            "The ratio corrects every plan that holds the block.",
-            *_too_noisy(prices.factors, name),
+            "launch: the host's time, which bounds small blocks. fusion: the device's time over "
+            "that sum, also for clocks and gaps. saved bytes: those kept for backward, as the "
+            "allocator counts them, over the operations'. All three correct every plan with the "
+            "block.",
+            *_too_noisy(factors, name),
         ),
     )
-    none = Table("No block was measured; plans add operations up as they are.", (), ())
-    found = [*filled(curves, surfaces, _by_data_sheet(prices)), factors if prices.factors else none]
-    return [*found, *filled(_slowdowns(prices)), *_spread(prices.spread)]
 
 
 def _spread(of: Spread | None) -> list[Table]:

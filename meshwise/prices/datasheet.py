@@ -19,7 +19,14 @@ many. Each of the r ranks on a host sends through its own share of the host's ne
     rate = min(share * links, r * share * network)
 
 In an all-to-all a rank sends (n - r) / n of its bytes to other hosts, through its own share alone.
-A tree takes 2 (r - 1) steps inside a host and 2 log2(k) between hosts.
+
+Trees are NCCL's hierarchical algorithm, for all-reduces alone. A tree sums over the r ranks of each
+host, then over hosts by two binary trees with half of the bytes each, and goes back: 2 (r - 1)
+steps inside a host and 2 log2(k) between hosts. Its parts overlap, so that S bytes take
+
+    max(2 (r - 1) / r * S / (share * links), min(2, k / 2) * S / (r * share * network))
+
+Of two hosts each sends S bytes; of many a host sends 2 S, to the one above and the two below it.
 """
 
 import math
@@ -311,8 +318,19 @@ class Datasheet:
             crossings = math.log2(hosts) if of.tree else hosts - 1
             steps = inside - 1 if of.tree else op.group_size - hosts
             hops_s = there_and_back * (steps * of.link_s + crossings * of.network_s)
-            found.append((of.base_s + hops_s, of.share))
+            share = of.share * self._tree_over_ring(op, inside, hosts) if of.tree else of.share
+            found.append((of.base_s + hops_s, share))
         return found
+
+    def _tree_over_ring(self, op: Collective, inside: int, hosts: int) -> float:
+        """Return the speed of a tree's bytes over that of a ring's; 1 if no rate is known."""
+        tiers = [self.cluster.tier_of(n, op.group_stride) for n in (op.group_size, inside)]
+        if None in (tier.bytes_per_s for tier in tiers):
+            return 1.0
+        network = inside * self._rate(tiers[0], self.known.network)
+        links = self._rate(tiers[1], self.known.links) if inside > 1 else math.inf
+        around, within = (2 * (n - 1) / n for n in (op.group_size, inside))
+        return around / min(links, network) / max(within / links, min(2, hosts / 2) / network)
 
     def lines(self, op: Collective) -> list[tuple[float, float]]:
         """Return what NCCL chooses from: for each algorithm and protocol the seconds before the

@@ -99,7 +99,9 @@ def _chosen(run: Path | str | tuple[Path | str, ...], runs: Path | str) -> list[
 
 
 def _loaded(paths: Sequence[Path]) -> list[tuple[RunInfo, list[Sample]]]:
-    """Read runs, each once. Warn of mixed versions and of samples that are errors."""
+    """Read runs, each once. Warn of mixed versions and hosts, and of samples that are errors."""
+    from meshwise import fit
+
     found = {info.run_id: (info, samples) for info, samples in map(files.load, paths)}
     if len(found) < len(paths):
         log.warning("a run that is named twice, or a copy of it, counts once")
@@ -108,6 +110,9 @@ def _loaded(paths: Sequence[Path]) -> list[tuple[RunInfo, list[Sample]]]:
     for mixed in dict.fromkeys(changes(versions[0], later) for later in versions[1:]):
         if mixed:
             log.warning("these runs are of different versions: %s", mixed)
+    if beside := fit.unlike([info.cluster for info, _ in loaded])[1]:
+        told = "; ".join(beside)
+        log.warning("these hosts differ in what no price depends on: %s; the first counts", told)
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)

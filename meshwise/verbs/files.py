@@ -40,9 +40,14 @@ def take(path: Path | str, kind: type[T]) -> T:
 
 
 def prices(path: Path | str) -> Costs:
-    """Read costs, and warn if they have expired: by the cluster.toml beside them, and by this
-    machine if it has the devices that were priced. Plans for far machines are made anywhere."""
+    """Read costs. Warn of curves that fall as sizes rise, and of prices that have expired: by the
+    cluster.toml beside them, and by this machine if it has the devices that were priced. Plans for
+    far machines are made anywhere."""
+    from meshwise import fit
+
     costs, beside = take(path, Costs), Path(path).with_name("cluster.toml")
+    for doubt in fit.falling(costs):
+        log.warning("%s", doubt)
     priced, now = _described(costs.cluster) | costs.versions, dict[str, str]()
     with contextlib.suppress(ValueError, OSError):
         now = _described(store.read(beside, Cluster)) if beside.exists() else now

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from meshwise import store
+from meshwise.files import parse_json, read_bytes
 from meshwise.fit.calibrate import calibrate, expected_s
 from meshwise.pages import steps
 from meshwise.pages import validation as pages
@@ -114,13 +115,9 @@ class _Pool:
         return self._fit([one.path for one in alike if _kind(one) == last]), False
 
     def _fit(self, paths: list[Path]) -> Costs:
-        """Fit prices to runs of one machine. Its cluster files may differ in what does not count
-        here: host memory, cores, notes."""
+        """Fit prices to runs of one machine."""
         if (at := tuple(paths)) not in self._fitted:
-            runs = [store.load(path)[:2] for path in paths]
-            cluster = runs[-1][0].cluster
-            alike = [(msgspec.structs.replace(info, cluster=cluster), s) for info, s in runs]
-            self._fitted[at] = calibrate(alike)
+            self._fitted[at] = calibrate([store.load(path)[:2] for path in paths])
         return self._fitted[at]
 
     def prices(self, costs: Costs, **of: Any) -> Prices:
@@ -163,6 +160,12 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
         raise ValueError(f"no step was measured: {found.reason}")
     if found.mode != "train":
         raise ValueError(f"{found.mode}: only training is predicted")
+    has_tf32 = "tf32" in plan.cluster.device.peak_flops
+    if plan.dtype == "fp32" and has_tf32 and not _says_precision(one.path):
+        raise ValueError(
+            "its record lacks recipe.fp32_precision: torch chose, TF32 for convolutions; prices "
+            "are of IEEE fp32; run it again"
+        )
     costs, own = pool.costs(one)
     cluster, hosts = costs.cluster, plan.cluster.num_hosts
     if hosts != cluster.num_hosts:
@@ -181,6 +184,12 @@ def _trained(one: _Stored, plan: Plan, pool: _Pool) -> CheckedRun:
         own=own,
         **_about(one, costs),
     )
+
+
+def _says_precision(path: Path) -> bool:
+    """Return whether run.json itself, before defaults fill it, says how fp32 was multiplied."""
+    stored = parse_json(read_bytes(path / "run.json"), str(path))
+    return "fp32_precision" in stored["plan"].get("recipe", {})
 
 
 def _about(one: _Stored, costs: Costs) -> dict[str, Any]:

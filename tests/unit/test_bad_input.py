@@ -335,3 +335,27 @@ def test_a_file_of_damaged_lines_alone_is_refused(folder):
     (run_dir / "samples.jsonl").write_text("{}\n" * (store.MOST_DAMAGED + 1))
     with pytest.raises(ValueError, match="more than 1000 lines are damaged"):
         meshwise.calibrate(run_dir)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("factor", "is_said"), [(0.5, False), (0.2, True), (2.0, False)])
+def test_a_curve_that_falls_is_named_with_two_sizes_when_it_is_read(factor, is_said, caplog):
+    """Of four knots, 4 KiB to 1 GiB, that of 16 MiB takes ``factor`` of the time of 256 KiB."""
+    first, *others = known.COSTS.curves
+    assert first.x_bytes[1:3] == (2**18, 2**24) and first.time_s[2] > 3 * first.time_s[1]
+    times_s = (*first.time_s[:2], factor * first.time_s[1], first.time_s[3])
+    bent = msgspec.structs.replace(first, time_s=times_s)
+    store.write("costs.json", msgspec.structs.replace(known.COSTS, curves=(bent, *others)))
+    files.prices("costs.json")
+    said = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(said) == is_said
+    for one in said:
+        assert one.startswith("all_gather 2 by nvlink: 256.0 KiB took 20.9 us, but 16.0 MiB took ")
+        assert "4.17 us; measure these sizes anew: meshwise measure profile" in one
+
+
+def test_calibrate_doubts_a_curve_that_falls():
+    times_s = [gather_s(size) for size in SIZES[:3]]
+    times_s[2] = times_s[0] / 10
+    samples = [thrice(gather(x), t) for x, t in zip(SIZES, times_s, strict=False)]
+    assert [each for each in doubts(fitted(samples)) if "but 64.0 KiB took 2.00 us" in each]

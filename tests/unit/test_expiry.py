@@ -150,3 +150,15 @@ def test_runs_of_different_versions_are_named_and_the_newest_counts(caplog):
     costs = meshwise.calibrate(tuple(store.runs_of("runs")[::-1]))
     assert costs.versions["torch"] == "2.11.0"
     assert "these runs are of different versions: torch 2.10.0 to 2.11.0" in caplog.text
+
+
+def test_runs_on_hosts_of_other_sizes_make_one_costs_json_and_the_difference_is_said(caplog):
+    for day, cores in (("01", 64), ("02", 32)):
+        info = known.info(run_id=f"202601{day}T000000-measure-profile-four")
+        cluster = msgspec.structs.replace(info.cluster, host_cores=cores, name=f"of-{day}")
+        known.write_run(
+            Path("runs"), msgspec.structs.replace(info, cluster=cluster), known.SAMPLES[:4]
+        )
+    costs = meshwise.calibrate(tuple(store.runs_of("runs")))
+    assert len(costs.runs) == 2 and costs.cluster.host_cores == 64
+    assert "no price depends on: host_cores = 64, 32; the first counts" in caplog.text

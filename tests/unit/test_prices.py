@@ -480,10 +480,32 @@ def test_a_run_without_copies_prices_what_it_measured():
         prices.estimate(Elementwise(kind="add", read_bytes=8, write_bytes=4))
 
 
-def test_runs_of_two_clusters_are_not_mixed():
-    other = msgspec.structs.replace(INFO, cluster=msgspec.structs.replace(CLUSTER, host_cores=7))
-    with pytest.raises(ValueError, match="different clusters"):
-        calibrate([(INFO, []), (other, [])])
+def on(**fields) -> RunInfo:
+    return msgspec.structs.replace(INFO, cluster=msgspec.structs.replace(CLUSTER, **fields))
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"num_devices_per_host": 2}, "num_devices_per_host = 4, 2"),
+        ({"tiers": (Tier(name="pcie", num_devices=4),)}, r"tiers\[0\].name = nvlink, pcie"),
+        ({"device": Device(name="Y", kind="cuda", memory_bytes=1)}, "device.name = .*, Y"),
+    ],
+)
+def test_runs_of_two_clusters_are_not_mixed_and_what_differs_is_named(other, told):
+    with pytest.raises(ValueError, match=f"different clusters: .*{told}.*; name those of one"):
+        calibrate([(INFO, []), (on(**other), [])])
+
+
+def test_cores_and_memory_of_hosts_do_not_matter_to_prices_of_gpus():
+    """They do to those of CPUs, whose ranks compute on the cores."""
+    one = Gemm(m=64, n=64, k=64)
+    other = on(name="another", host_cores=32, host_memory_bytes=2**38, notes=("another day",))
+    told = calibrate([(INFO, [sample(one, 1.0)]), (other, [sample(one, 3.0)])])
+    assert told.cluster == CLUSTER and Prices(told).estimate(one).time_s == 2.0
+    cpu = Device(name="X", kind="cpu", memory_bytes=2**30)
+    with pytest.raises(ValueError, match="clusters: host_cores = None, 32; name"):
+        calibrate([(on(device=cpu), []), (on(device=cpu, host_cores=32), [])])
 
 
 @given(

@@ -100,6 +100,30 @@ def test_what_cannot_be_predicted_is_named_with_the_reason(plan, tmp_path):
     assert why["cpus"] == "no prices for two-cpus but its own; name some with --costs"
 
 
+@pytest.mark.parametrize(
+    ("peaks", "recorded", "is_predicted"),
+    [
+        ({"fp32": 1e12, "tf32": 8e12}, False, False),
+        ({"fp32": 1e12, "tf32": 8e12}, True, True),
+        ({"fp32": 1e12}, False, True),
+    ],
+)
+def test_fp32_of_unknown_precision_is_not_predicted(plan, peaks, recorded, is_predicted):
+    """Before the field was recorded, torch made convolutions TF32 on devices that have it."""
+    device = msgspec.structs.replace(plan.cluster.device, peak_flops=peaks)
+    cluster = msgspec.structs.replace(plan.cluster, device=device)
+    path = Path(a_run("20260102T000000-run-x", msgspec.structs.replace(plan, cluster=cluster), 1.0))
+    data = json.loads((path / "run.json").read_text())
+    assert data["plan"]["dtype"] == "fp32" and data["plan"]["recipe"].pop("fp32_precision")
+    if not recorded:
+        (path / "run.json").write_text(json.dumps(data))
+    found = meshwise.validate("runs")
+    assert bool(found.runs) is is_predicted
+    why = [one.reason for one in found.not_checked if one.path == str(path)]
+    assert len(why) == (not is_predicted)
+    assert all(one.startswith("its record lacks recipe.fp32_precision: torch") for one in why)
+
+
 def test_other_measurements_of_the_machine_stand_in_and_costs_can_be_named(plan):
     lost = msgspec.structs.replace(plan, runs=("gone",))
     a_run("20260102T000000-run-x", lost, 2.0)
