@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_701,
     "probe": 7_057,
     "reshard": 5_101,
-    "search": 5_642,
+    "search": 5_652,
     "spec": 3_366,
     "suites": 996,
     "verbs": 4_875,
