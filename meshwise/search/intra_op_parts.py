@@ -13,8 +13,9 @@ are no sums, and ``find`` prices what was found in full:
 - the slowest rank sets a pipeline's pace. Here each rank gets its own least time.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import get_args, get_type_hints
@@ -61,41 +62,47 @@ def fastest(
     model: AnyModel, workload: Workload, layout: Layout, prices: Prices, limit_bytes: float
 ) -> Candidate | None:
     """Return ``layout`` with the fastest cuts that are found and fit, priced in full, or None. The
-    bytes that cuts are chosen by are a little too few: if they do not fit, others are chosen for a
-    memory that is smaller by what these lack."""
-    best: Candidate | None = None
-    beyond, lacks = dict[Layout, float](), 0.0
-    for _ in range(_ROUNDS):
-        chosen = dict.fromkeys(placed(model, workload, layout, prices, limit_bytes - lacks))
-        for each in [each for each in chosen if each not in beyond]:
-            _, peak = memory_of(model, workload, each, prices)
-            beyond[each] = max(0.0, peak.total_bytes - limit_bytes)
-            if not beyond[each]:
+    bytes that cuts are chosen by are not exact: from what they are off for one choice follows the
+    limit for the next. Images are cut by channel alone."""
+    found = dict[Layout, Candidate]()
+    for exposed in (1.0, 0.0) if not isinstance(model, WideResNet) else ():
+        tables, off, seen = tables_of(model, workload, layout, prices, exposed), 0.0, set[Layout]()
+        for _ in range(_ROUNDS if tables else 0):
+            each, size = placed(layout, tables, limit_bytes - off)
+            if each is None or each in seen:
+                break
+            seen.add(each)
+            peak = memory_of(model, workload, each, prices)[1].total_bytes
+            if peak <= limit_bytes and each not in found:
                 prediction = predict(model, workload, each, prices)
-                if best is None or prediction.step_time_s < best.prediction.step_time_s:
-                    best = Candidate(layout=each, prediction=prediction)
-        missing = max([beyond[each] for each in chosen], default=0.0)
-        if not missing:
-            break
-        lacks = 2 * lacks + missing
-    return best
+                found[each] = Candidate(layout=each, prediction=prediction)
+            if size <= peak <= limit_bytes:
+                break
+            off = peak - size
+    return min(found.values(), key=lambda each: each.prediction.step_time_s, default=None)
+
+
+def tables_of(
+    model: AnyModel, workload: Workload, layout: Layout, prices: Prices, exposed: float
+) -> dict[int, "PartTable"]:
+    """Return the table of each pipeline rank that has tp."""
+    about = (model, workload.seq_len, layout, prices)
+    ranks = [rank for rank in range(layout.pp) if layout.of_rank(rank).tp > 1]
+    return {rank: PartTable(*about, rank, exposed) for rank in ranks}
 
 
 def placed(
-    model: AnyModel, workload: Workload, layout: Layout, prices: Prices, limit_bytes: float
-) -> Iterator[Layout]:
-    """Yield ``layout`` with the best cuts of each pipeline rank, of those with which it needs up to
-    ``limit_bytes``: as if no data-parallel message passed beside computation, and as if all did.
-    Images are cut by channel alone."""
-    for exposed in (1.0, 0.0) if not isinstance(model, WideResNet) else ():
-        found = dict[int, Cuts]()
-        ranks = [rank for rank in range(layout.pp) if layout.of_rank(rank).tp > 1]
-        for rank in ranks:
-            table = PartTable(model, workload.seq_len, layout, prices, rank, exposed)
-            if (cuts := table.best(limit_bytes)) is not None:
-                found[rank] = cuts
-        if len(found) == len(ranks) > 0:
-            yield _laid_out(layout, found)
+    layout: Layout, tables: Mapping[int, "PartTable"], limit_bytes: float
+) -> tuple[Layout | None, float]:
+    """Return ``layout`` with the best cuts of each pipeline rank, and the fullest's bytes. None if
+    one does not fit."""
+    found, most = dict[int, Cuts](), 0.0
+    for rank, table in tables.items():
+        cuts, size = table.best(limit_bytes)
+        if cuts is None:
+            return None, size
+        found[rank], most = cuts, max(most, size)
+    return _laid_out(layout, found), most
 
 
 def _laid_out(layout: Layout, of_ranks: dict[int, Cuts]) -> Layout:
@@ -132,24 +139,25 @@ class PartTable:
         for stage, end in zip(stages, self.ends, strict=True):
             self.layers.update(layers_of(end.kinds, again_of(seen[stage])))
         self.inside = unchecked(seen[stages[0]], recompute=NOTHING, recompute_layers=None)
-        end = (0, turns)  # when all gradients are there
-        alive, reduced = max((*moments(layout, rank), end), key=self._needs)
+        each = [*moments(layout, rank), (0, turns)]  # in the end all gradients are there
+        alive, reduced = max(each, key=self._needs)
         self.reduced = reduced / turns
         self.question = Question(count, alive / turns, np.inf)
         # a tied embedding at both ends of a pipeline stays as it is: both hold one weight
         self.keeps_ends = layout.pp > 1 and is_tied(model)
 
-    def best(self, limit_bytes: float) -> Cuts | None:
-        """Return the best cuts with which this rank needs up to so many bytes, or None."""
-        room = limit_bytes - self.prices.costs.memory_overhead_bytes
-        question = self.question._replace(limit_bytes=room)
+    def best(self, limit_bytes: float) -> tuple[Cuts | None, float]:
+        """Return the best cuts with which this rank needs up to so many bytes, and what it needs;
+        None if there are none."""
+        overhead = self.prices.costs.memory_overhead_bytes
+        question = self.question._replace(limit_bytes=limit_bytes - overhead)
         best = solve(self.pieces, question) if self.streams else None
         if best is None:
-            return None
+            return None, math.inf
         (stream, *others), words = best.placements, _Words()
         for part, at in zip(self.parts, others, strict=True):
             words |= part[at[1]]
-        return _cuts(self.streams[stream[1]], words)
+        return _cuts(self.streams[stream[1]], words), best.num_bytes + overhead
 
     @cached_property
     def streams(self) -> list[str]:
@@ -187,7 +195,8 @@ class PartTable:
         plain = np.asarray([self.total(_cuts(stream)) for stream in self.streams])
         found = [GraphPiece([every[:1], plain], {})]
         for part in self.parts:
-            more = np.full((count, len(part), _SIZE), np.inf)
+            more = np.zeros((count, len(part), _SIZE))
+            more[:, :, 0] = np.inf
             for at, to in np.ndindex(more.shape[:2]):
                 cuts = _cuts(self.streams[at], part[to])
                 with suppress(ValueError):  # was not measured
@@ -225,6 +234,7 @@ class PartTable:
         sent_s, copies_s = [rate * size for rate in self.rates[kind]]
         each, once = (sent_s, 0.0) if inside.zero >= 2 else (0.0, sent_s)
         gathered = work.copy_bytes if inside.zero == 3 else 0.0
+        risen = spent.actions["B"][0][1].rise.get(ROLES["activation"], 0.0) + gathered
         kept = 1 + WHOLE_STATES[self.prices.costs.recipe.optimizer]
         return np.asarray(
             Cost(
@@ -233,7 +243,7 @@ class PartTable:
                 resident=kept * size / shards + size * self.gradient * self.reduced
                 + work.copy_bytes - gathered,
                 held=work.saved_bytes,
-                transient=spent.actions["B"][0][1].rise.get(ROLES["activation"], 0.0) + gathered,
+                transient=risen if self.question.in_flight else 0.0,  # nothing runs at the end
             )
         )  # fmt: skip
 

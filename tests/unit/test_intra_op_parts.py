@@ -15,7 +15,14 @@ from meshwise.prices import Prices
 from meshwise.prices.datasheet import unmeasured
 from meshwise.search import bound, intra_op_parts, space
 from meshwise.search.intra_op import Cost
-from meshwise.search.intra_op_parts import WORDS, PartTable, fastest, placed, with_cuts
+from meshwise.search.intra_op_parts import (
+    WORDS,
+    PartTable,
+    fastest,
+    placed,
+    tables_of,
+    with_cuts,
+)
 from meshwise.search.within import Space
 from meshwise.spec import Candidate, Cluster, Cuts, Decoder, Experts, Layout, Model, Workload
 from meshwise.spec.layout import Way
@@ -97,7 +104,7 @@ def test_of_cuts_that_cost_the_same_the_first_words_are_taken(name):
     costs, num_ties = np.asarray([*found.values()]), 0
     held = table.question.in_flight * costs[:, 3]
     for size in {*(costs[:, 2] + held + costs[:, 4]).tolist()}:
-        best = table.best(size * (1 + 1e-9) + prices.costs.memory_overhead_bytes)
+        best, _ = table.best(size * (1 + 1e-9) + prices.costs.memory_overhead_bytes)
         alike = np.isclose(costs, found[best], rtol=1e-9, atol=0).all(axis=1)
         assert best == [*found][alike.argmax()]
         num_ties += alike.sum() > 1
@@ -175,13 +182,15 @@ def test_each_rank_of_a_pipeline_has_cuts_of_its_own(name, layout, monkeypatch):
     prices = Prices(priced_on("p3.16xlarge"), datasheet=True)
     word = iter(itertools.cycle(["batch", "heads"]))
     best = PartTable.best
-    monkeypatch.setattr(
-        PartTable, "best",
-        lambda *of: msgspec.structs.replace(best(*of), attention=next(word)),
-    )  # fmt: skip
-    found = [*placed(MODELS[name], WORKLOAD, layout, prices, 32 * GIB)]
-    assert len(found) == 2
-    for each in found:
+
+    def other(*of):
+        cuts, size = best(*of)
+        return msgspec.structs.replace(cuts, attention=next(word)), size
+
+    monkeypatch.setattr(PartTable, "best", other)
+    for exposed in (1.0, 0.0):
+        tables = tables_of(MODELS[name], WORKLOAD, layout, prices, exposed)
+        each, _ = placed(layout, tables, 32 * GIB)
         space.check(MODELS[name], WORKLOAD, each)
         for stage in range(layout.num_stages):
             inside, before = each.of_stage(stage), layout.of_stage(stage)
