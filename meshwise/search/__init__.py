@@ -2,7 +2,7 @@
 
 from meshwise.search.bill import bill
 from meshwise.search.explain import explain
-from meshwise.search.find import NoLayout, find, given
+from meshwise.search.find import NoLayout, find, given, misfit
 from meshwise.search.goodput import goodput
 from meshwise.search.predict import predict
 from meshwise.search.sizes import cheapest, fewest
@@ -15,5 +15,5 @@ from meshwise.search.within import Space, space_of
 
 __all__ = [
     "NoLayout", "Space", "bill", "by_length", "by_load", "cheapest", "check", "explain", "fewest",
-    "find", "given", "goodput", "predict", "space_of", "spans", "what_if", "why_not",
+    "find", "given", "goodput", "misfit", "predict", "space_of", "spans", "what_if", "why_not",
 ]  # fmt: skip

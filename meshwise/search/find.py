@@ -441,6 +441,14 @@ def _just_beyond(
     return found
 
 
+def misfit(plan: Plan, costs: Costs, *, measured_only: bool = False) -> str:
+    """Say which rank of a plan needs more memory than a device has (``shortfall``); "" if all
+    fit. ``costs``: the prices that the plan was made from."""
+    prices, limit = Prices(costs, datasheet=not measured_only), plan.cluster.usable_bytes
+    rank, peak = memory_of(plan.model, plan.workload, plan.layout, prices)
+    return shortfall(rank, peak, limit) if peak.total_bytes > limit else ""
+
+
 def shortfall(rank: int, peak: Peak, limit: float) -> str:
     """Say how many bytes a rank lacks, and what most of its memory is."""
     name, size = max(peak.parts.items(), key=lambda part: part[1])

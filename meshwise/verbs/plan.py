@@ -31,7 +31,6 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.layout import SPLIT
-from meshwise.units import format_bytes
 from meshwise.verbs import files, ties
 
 DEFAULT_COSTS = "costs.json"
@@ -80,7 +79,8 @@ def plan(asked: PlanOptions) -> Plan:
             log.info("%s splits each backward in two, so the plan is eager", layout.schedule)
             prices = msgspec.structs.replace(prices, lowering="eager")
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
-        _warn_of_memory(found)
+        if lacks := search.misfit(found, prices, measured_only=measured_only):
+            log.warning("this layout does not fit: %s", lacks)
     else:
         found, sizes = _searched(chosen, workload, prices, asked)
         if (seconds := asked.ties_s) is not None:
@@ -176,17 +176,6 @@ def _refit(plan: Plan, to: Path | str) -> RefitCost:
             "to its first tier"
         )
     return forecast.between_plans(plan, files.take(to, Plan), given)
-
-
-def _warn_of_memory(plan: Plan) -> None:
-    """Warn if a given layout needs more memory than a device has. A search lists only what fits."""
-    cluster, prediction = plan.cluster, plan.prediction
-    limit = cluster.usable_bytes
-    if prediction is not None and prediction.peak_memory_bytes > limit:
-        log.warning(
-            "this layout does not fit: a device has %s, and one needs %s",
-            format_bytes(limit), format_bytes(prediction.peak_memory_bytes),
-        )  # fmt: skip
 
 
 def _prices(
