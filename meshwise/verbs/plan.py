@@ -82,6 +82,8 @@ def plan(asked: PlanOptions) -> Plan:
         if lacks := search.misfit(found, prices, measured_only=measured_only):
             log.warning("this layout does not fit: %s", lacks)
     else:
+        if asked.ties_s is not None:
+            ties.check(prices.cluster, _size(asked, prices.cluster))
         found, sizes = _searched(chosen, workload, prices, asked)
         if (seconds := asked.ties_s) is not None:
             found = ties.measured(found, seconds, asked.out)
@@ -107,8 +109,15 @@ def _searched(
         return search.cheapest(
             model, workload, prices, tokens=tokens, deadline_s=asked.deadline_s, **sizing
         )
-    size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
+    size = _size(asked, prices.cluster)
     return search.find(model, workload, prices, num_devices=size, **how), ()
+
+
+def _size(asked: PlanOptions, cluster: Cluster) -> int:
+    """Return the number of devices to plan for; of a search over sizes, the least."""
+    if asked.fewest or asked.deadline is not None:
+        return 1
+    return cluster.num_devices if asked.gpus is None else asked.gpus
 
 
 def _how(asked: PlanOptions) -> dict[str, Any]:
