@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import groupby
-from time import monotonic
 
 import msgspec
 
@@ -25,6 +24,7 @@ from meshwise.prices import Prices
 from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, room
 from meshwise.search.charges import MESSAGES
 from meshwise.search.predict import memory_of, moved, predict
+from meshwise.search.progress import Reporter
 from meshwise.search.simulate import SUMS, Peak
 from meshwise.search.space import OUTSIDE, check, legal_layouts, unchecked
 from meshwise.search.stage import forms, views
@@ -54,18 +54,6 @@ _NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
 
 class NoLayout(ValueError):
     """No layout is legal, can be priced, or fits."""
-
-
-class _Progress:
-    """Logs a line when a search has been silent for five seconds."""
-
-    def __init__(self) -> None:
-        self.last_s = monotonic()
-
-    def __call__(self, text: str, *numbers: int) -> None:
-        if monotonic() > self.last_s + 5:
-            log.info(text, *numbers)
-            self.last_s = monotonic()
 
 
 @contextmanager
@@ -221,7 +209,7 @@ def _best_first(
     """Return the candidates that fit, fastest first, and the number of layouts passed over for
     each reason."""
     ranked: list[Candidate] = []
-    tell = _Progress()
+    tell = Reporter()
     passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
     about = (model, workload.seq_len)
     waiting = [
@@ -279,11 +267,13 @@ def _with_uneven(
     ranked, known = list(uniform), {each.layout for each in uniform}
     cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
     frames = inter_op_stages.frames(model, workload, prices, num_devices, within, cutoff_s)
+    tell = Reporter()
     for _ in range(_ROUNDS):
         cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
         chosen = inter_op_stages.layouts(frames, limit, lacks, cutoff_s)
         missing = dict[inter_op_stages.Rows, float]()
         for layout in [each for each in chosen if each not in known]:
+            tell("%d pipelines of unlike stages are priced", len(known) - len(uniform))
             known.add(layout)
             if within.schedule not in (None, layout.schedule):
                 continue
@@ -383,7 +373,7 @@ def _nearest(
         for _, alike in groupby(ladder, key=lambda rung: rung.layers):
             together[len(layouts)] = tuple(alike)
             layouts += together[len(layouts)]
-    found, tell = _just_beyond(model, workload, prices, layouts, limit), _Progress()
+    found, tell = _just_beyond(model, workload, prices, layouts, limit), Reporter()
     near = found is not None and found[2].total_bytes < _NEAR[-1][1] * limit
     waiting = [
         (bound.memory_bytes(*about, layout, prices, others), 0, number)
