@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import groupby
+from itertools import groupby, islice
 
 import msgspec
 
@@ -33,6 +33,7 @@ from meshwise.spec import (
     AnyModel,
     Candidate,
     Costs,
+    Cuts,
     Infeasible,
     Layout,
     Plan,
@@ -46,7 +47,9 @@ from meshwise.units import format_bytes
 log = logging.getLogger("meshwise")
 _ROUNDS = 4  # of choosing uneven pipelines
 _TABLES = 2  # of parts' costs: one takes a tenth of a second
-_FASTER = 0.999  # other cuts than usual are taken if the step takes less than this share
+_FASTER = 0.999  # a layout that is not plainer is taken if the step takes less than this share
+_AWAY = 64  # devices more and fewer, among which legal numbers of them are looked for
+_USUAL = (Cuts(), Cuts(stream="seq"))
 # The nearest layout that does not fit is looked for among those whose lower bound is near a share
 # of the memory; what needs up to so many times the memory is near enough.
 _NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
@@ -105,7 +108,11 @@ def find(
     ranked = _with_uneven(model, workload, prices, ranked, num_devices, within)
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and not layouts:
-        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
+        near = _legal_counts(model, workload, costs, num_devices, within)
+        raise NoLayout(
+            f"no layout of {num_devices} devices is legal: {_reasons(removed)}"
+            + (f"; give --gpus {' or '.join(map(str, near))}" if near else "")
+        )
     if not ranked and nearest is None:
         raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
@@ -120,7 +127,7 @@ def find(
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
         kept += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
     kept = _refined(model, workload, prices, kept, within)
-    best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
+    best, *others = _plainest_first(kept)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
         runners_up=tuple(
@@ -131,6 +138,20 @@ def find(
         nearest_infeasible=nearest,
         num_considered=num_considered,
     )
+
+
+def _legal_counts(
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, within: Space
+) -> list[int]:
+    """Return the next smaller and the next larger number of devices, within ``_AWAY`` and the
+    cluster, that have legal layouts."""
+    most = min(costs.cluster.num_devices, num_devices + _AWAY)
+    fewer = range(num_devices - 1, max(0, num_devices - _AWAY - 1), -1)
+    found = list[int]()
+    for counts in fewer, range(num_devices + 1, most + 1):
+        legal = (n for n in counts if legal_layouts(model, workload, costs, n, within)[0])
+        found += islice(legal, 1)
+    return found
 
 
 def _reasons(removed: Sequence[Removal]) -> str:
@@ -319,6 +340,24 @@ def _refined(
                     known.add(other.layout)
         found.append(candidate)
     return [_in_best_order(model, workload, prices, each, limit) for each in found]
+
+
+def _plainest_first(kept: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, fastest first; those that take as long as the fastest (``_FASTER``)
+    before all, without cuts of their own first, then with the fewest axes."""
+    best_s = min(each.prediction.step_time_s for each in kept)
+
+    def key(of: Candidate) -> tuple[bool, bool, int, float]:
+        layout, time_s = of.layout, of.prediction.step_time_s
+        if _FASTER * time_s > best_s:
+            return True, False, 0, time_s
+        inside = views(layout)
+        is_cut = any(view.cuts not in _USUAL for view in inside)
+        degrees = [(layout.pp, view.dp, view.tp, view.cp, view.ep) for view in inside]
+        axes = sum(max(of_axis) > 1 for of_axis in zip(*degrees, strict=True))
+        return False, is_cut, axes, time_s
+
+    return sorted(kept, key=key)
 
 
 def _in_best_order(

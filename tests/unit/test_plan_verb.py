@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ from meshwise.models import catalogue, graph, program_of
 from meshwise.models.families.experts import arriving
 from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
+from meshwise.search.find import _plainest_first
+from meshwise.search.simulate import Peak
 from meshwise.spec import (
     Candidate,
     Cluster,
@@ -238,7 +241,7 @@ def test_a_given_layout_that_does_not_fit_is_said_to(tmp_path, caplog):
     """One byte short, too: two sizes would look alike."""
     asked = {"layout": '{"dp": 8}', "global_batch_size": 8, "out": tmp_path / "plan.json"}
     told = meshwise.plan("gpt-125m", cluster="h100-hgx", **asked).prediction
-    assert not caplog.records[1:]
+    assert "does not fit" not in caplog.text
     cluster = files.take("h100-hgx", Cluster)
     size = math.ceil(told.peak_memory_bytes) - 1 + cluster.reserved_bytes
     device = msgspec.structs.replace(cluster.device, memory_bytes=size)
@@ -248,6 +251,46 @@ def test_a_given_layout_that_does_not_fit_is_said_to(tmp_path, caplog):
     largest = max(told.memory_parts, key=lambda part: part.value)
     said = f"does not fit: rank 0 needs 1 B more; its largest part is {largest.name} ("
     assert said in caplog.text
+
+
+def test_what_rounding_leaves_of_nothing_is_no_part(monkeypatch):
+    """A one-layer model showed -0 B of activations."""
+    predicting = sys.modules["meshwise.search.predict"]
+    peak = Peak(2.0, {"activations": -1e-8, "gradients": 2.0, "images": 1e-8})
+    monkeypatch.setattr(predicting, "memory_of", lambda *of: (0, peak))
+    plan = meshwise.plan("gpt-125m", cluster="h100-hgx", layout=Layout(dp=8), seq_len=1024)
+    assert [(part.name, part.value) for part in plan.prediction.memory_parts] == [("gradients", 2)]
+
+
+def test_where_no_layout_is_legal_the_nearest_numbers_of_devices_are_given():
+    """GPT-125M has 12 heads: tp alone runs on 6 of 7 devices; of 8, dp takes the batch of 8."""
+    asked = {"cluster": "h100-hgx", "global_batch_size": 8, "space": ("uniform", "pp=1")}
+    with pytest.raises(search.NoLayout, match=r"no layout of 7 .*; give --gpus 6 or 8$"):
+        meshwise.plan("gpt-125m", gpus=7, **asked)
+    with pytest.raises(search.NoLayout, match=r"\(\d+\)$"):
+        meshwise.plan("gpt-125m", gpus=7, **asked | {"space": ("pp=1", "dp=7")})
+
+
+def test_of_layouts_as_fast_as_one_another_the_plainest_is_first():
+    """Times a thousandth apart are the same; two thousandths are not."""
+    plain, two, pipe = (
+        Layout(dp=4), Layout(dp=2, tp=2), Layout(pp=2, tp=2, schedule="1f1b", num_microbatches=2)
+    )  # fmt: skip
+    cut = Layout(tp=4, cuts=Cuts(stream="batch", attention="batch", feed_forward="batch"))
+    meshes = Layout(pp=2, meshes=((2, 1), (1, 2)), schedule="1f1b", microbatch_size=2)
+
+    def ranked(**times):
+        named = {"plain": plain, "two": two, "pipe": pipe, "cut": cut, "meshes": meshes}
+        kept = [
+            Candidate(layout=named[name], prediction=known.prediction(time_s, 1e9))
+            for name, time_s in times.items()
+        ]
+        return [of.layout for of in _plainest_first(kept)]
+
+    assert ranked(cut=1.0, meshes=1.0, pipe=1.0, two=1.0005, plain=1.0009) == [
+        plain, pipe, two, meshes, cut
+    ]  # fmt: skip
+    assert ranked(cut=1.0, plain=1.002, two=1.001) == [two, cut, plain]
 
 
 def _edited(path, **changes):
