@@ -7,7 +7,7 @@ all come from the data sheet. So do links between more hosts than were measured.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,8 +57,8 @@ def plan(asked: PlanOptions) -> Plan:
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
-    if asked.expert_load != "mean":
-        chosen = _loaded(chosen)
+    if asked.load != "mean":
+        chosen = _loaded(chosen, asked.load)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
@@ -146,7 +146,7 @@ def _answered(
         lost = search.goodput(plan.model, plan.cluster, size, recipe=plan.recipe, **failures)
     share, known = lost.share if lost else 1.0, Prices(prices, datasheet=not asked.measured_only)
     varying = [search.by_length(plan, known, lengths)] if lengths else []
-    varying += [search.by_load(plan, known)] if asked.expert_load == "p95" else []
+    varying += [search.by_load(plan, known)] if asked.load == "p95" else []
     answers = Answers(
         why_not=tuple(
             search.why_not(
@@ -258,12 +258,12 @@ def _lengths(asked: PlanOptions, model: AnyModel, workload: Workload) -> list[in
     return found
 
 
-def _loaded(model: AnyModel) -> AnyModel:
-    """Let plans assume the 95th percentile of the rows that experts send to a rank."""
+def _loaded(model: AnyModel, load: Literal["mean", "p95"] | float) -> AnyModel:
+    """Let plans assume so many rows of the busiest rank's experts."""
     experts = None if isinstance(model, WideResNet) else model.experts
     if experts is None:
-        raise ValueError(f"expert_load = 'p95': {model.name or 'the model'} has no experts")
-    loaded = msgspec.structs.replace(experts, load="p95")
+        raise ValueError(f"expert_load = {load!r}: {model.name or 'the model'} has no experts")
+    loaded = msgspec.structs.replace(experts, load=load)
     return msgspec.structs.replace(model, experts=loaded)
 
 

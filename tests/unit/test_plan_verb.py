@@ -14,6 +14,7 @@ from meshwise import machine, search, store
 from meshwise.cli import app
 from meshwise.models import catalogue, graph, program_of
 from meshwise.models.families.experts import arriving
+from meshwise.models.families.experts import sizes as experts_of
 from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
 from meshwise.search.find import _plainest_first
@@ -416,7 +417,40 @@ def test_the_busiest_experts_may_be_planned_for(tmp_path):
         meshwise.plan("llama-3-8b", cluster="h100-hgx", expert_load="p95")
 
 
-def _buffers(load: str) -> int:
+def test_the_fullest_rank_s_experts_have_so_many_times_the_mean(tmp_path):
+    """By hand: Mixtral's 8 experts on 8 ranks, 512 tokens each, 2 experts a token: 1,024 rows a
+    rank in the mean, 1,434 with 1.4 times as many, and at most the 8,192 of all."""
+    sizes = {"batch": 1, "seq": 512, "top_k": 2, "choices": 8, "experts": 1}
+    for load, rows in ((1.0, 1024), (1.4, 1434), (8, 8192)):
+        experts = msgspec.structs.replace(catalogue.find_any("mixtral-8x7b").experts, load=load)
+        model = msgspec.structs.replace(catalogue.find_any("mixtral-8x7b"), experts=experts)
+        found = experts_of(model, 1, 512)
+        assert arriving(found | sizes) == rows
+    assert arriving({**sizes, "per_mille": 9000}) == 8192
+    assert arriving({**sizes, "experts": 8, "per_mille": 1400}) == 1024  # all are here
+    assert _buffers("mean") == _buffers(1.0) < _buffers(1.4) < _buffers(2.0)
+
+    def told(load):
+        return meshwise.plan(
+            "mixtral-8x7b", cluster="h100-hgx", seq_len=512, expert_load=load,
+            layout='{"dp": 8, "ep": 8, "zero": 3}', out=tmp_path / "plan.json",
+        ).prediction  # fmt: skip
+
+    mean, even, some, twice = (told(load) for load in ("mean", "1", "1.4", 2.0))
+    sent = "expert-parallel communication"
+    assert mean.step_time_s == pytest.approx(even.step_time_s)
+    assert mean.step_time_s < some.step_time_s < twice.step_time_s
+    parts = [{part.name: part.value for part in of.time_parts} for of in (mean, some, twice)]
+    assert parts[0][sent] < parts[1][sent] < parts[2][sent]
+    assert store.read(tmp_path / "plan.json", Plan).model.experts.load == 2.0
+    for load in ("0.9", "inf", "many", "nan"):
+        with pytest.raises(ValueError, match=f"expert_load = '{load}': must be mean, p95, or >= 1"):
+            told(load)
+    with pytest.raises(ValueError, match=r"Experts.load = 9.0: must be mean, p95, or 1 to num_exp"):
+        told(9)
+
+
+def _buffers(load: str | float) -> int:
     """Bytes of all buffers of a rank with one of eight shares of the experts."""
     model = catalogue.find_any("mixtral-8x7b")
     experts = msgspec.structs.replace(model.experts, load=load)
