@@ -44,8 +44,8 @@ class PlanOptions(Options):
     "Prices of the cluster to plan for: costs.json, unless --cluster is given."
     measured_only: bool = False
     "Refuse prices of data sheets: a missing measurement is then an error."
-    global_batch_size: int | None = None
-    "Sequences in a step."
+    global_batch_size: Many | None = None
+    "Sequences in a step. Of several, as 256,512,1024: plan the one with the most tokens a second."
     seq_len: int | None = None
     "Tokens in a sequence."
     seq_lens: File | None = None
@@ -140,6 +140,12 @@ class PlanOptions(Options):
             raise ValueError(
                 f"gpus = {self.gpus}: {sizing[0]} chooses how many; leave one of them out"
             )
+        for name in ("layout", "fewest", "deadline") if len(self.batches) > 1 else ():
+            if getattr(self, name):
+                raise ValueError(
+                    f"global_batch_size = {self.global_batch_size!r}: several are searched with "
+                    f"--gpus alone; give one of them, or leave {name} out"
+                )
         if len(sizing) > 1:
             raise ValueError(f"deadline = {self.deadline!r}: leave it out, or fewest")
         given = [name for name in ("mtbf_per_gpu", "checkpoint", "restart") if getattr(self, name)]
@@ -147,6 +153,19 @@ class PlanOptions(Options):
             raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: counts with goodput alone")
         if self.num_tokens is None and self.deadline_s is not None:
             raise ValueError(f"deadline = {self.deadline!r}: say for how many tokens, as 300B")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batches asked for; none if the default is."""
+        if self.global_batch_size is None:
+            return ()
+        words = str(self.global_batch_size).split(",")
+        if wrong := [word for word in words if not (word.strip().isdecimal() and int(word))]:
+            raise ValueError(
+                f"global_batch_size = {self.global_batch_size!r}: {wrong[0]!r} must be a number "
+                "of sequences >= 1, as 512"
+            )
+        return tuple(dict.fromkeys(map(int, words)))
 
     @property
     def load(self) -> _Load | float:

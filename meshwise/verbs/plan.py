@@ -21,7 +21,6 @@ from meshwise.spec import (
     AnyModel,
     Cluster,
     Costs,
-    DeviceCount,
     Layout,
     Model,
     Plan,
@@ -63,12 +62,11 @@ def plan(asked: PlanOptions) -> Plan:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
     others = [files.record(each, Layout, "why_not") for each in asked.why_not]
-    batch = asked.global_batch_size
+    batch = asked.batches[0] if asked.batches else None
     if batch is None and layout is not None:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
     lengths = _lengths(asked, chosen, workload)
-    sizes: tuple[DeviceCount, ...] = ()
     if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
@@ -84,10 +82,10 @@ def plan(asked: PlanOptions) -> Plan:
     else:
         if asked.ties_s is not None:
             ties.check(prices.cluster, _size(asked, prices.cluster))
-        found, sizes = _searched(chosen, workload, prices, asked)
+        found = _searched(chosen, workload, prices, asked)
         if (seconds := asked.ties_s) is not None:
             found = ties.measured(found, seconds, asked.out)
-    found = _answered(found, asked, prices, others, sizes, lengths)
+    found = _answered(found, asked, prices, others, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
         spans = search.spans(found, prices, measured_only=measured_only)
@@ -95,22 +93,24 @@ def plan(asked: PlanOptions) -> Plan:
     return found
 
 
-def _searched(
-    model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions
-) -> tuple[Plan, tuple[DeviceCount, ...]]:
-    """Return the best plan, and the counts of devices that were tried if none was given."""
+def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions) -> Plan:
+    """Return the best plan, with the numbers of devices or the batches that were compared."""
     from meshwise import search
 
-    how, tokens = _how(asked), asked.num_tokens
+    how, tokens, about = _how(asked), asked.num_tokens, (model, workload, prices)
     sizing = {**how, "failures": asked.failures}
     if asked.fewest:
-        return search.fewest(model, workload, prices, **sizing)
-    if asked.deadline_s is not None and tokens is not None:
-        return search.cheapest(
-            model, workload, prices, tokens=tokens, deadline_s=asked.deadline_s, **sizing
-        )
-    size = _size(asked, prices.cluster)
-    return search.find(model, workload, prices, num_devices=size, **how), ()
+        found, sizes = search.fewest(*about, **sizing)
+    elif asked.deadline_s is not None and tokens is not None:
+        deadline_s = asked.deadline_s
+        found, sizes = search.cheapest(*about, tokens=tokens, deadline_s=deadline_s, **sizing)
+    else:
+        how["num_devices"] = _size(asked, prices.cluster)
+        if len(asked.batches) < 2:
+            return search.find(*about, **how)
+        found, batches = search.best_batch(*about, asked.batches, **how)
+        return msgspec.structs.replace(found, answers=Answers(batches=batches))
+    return msgspec.structs.replace(found, answers=Answers(sizes=sizes))
 
 
 def _size(asked: PlanOptions, cluster: Cluster) -> int:
@@ -133,11 +133,10 @@ def _answered(
     asked: PlanOptions,
     prices: Costs,
     others: Sequence[Layout],
-    sizes: tuple[DeviceCount, ...],
     lengths: Sequence[int],
 ) -> Plan:
-    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``; ``sizes``:
-    the counts of devices tried; ``lengths``: those of ``seq_lens``."""
+    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``;
+    ``lengths``: those of ``seq_lens``."""
     from meshwise import search
 
     failures, lost = asked.failures, None
@@ -159,7 +158,8 @@ def _answered(
             for layout in others
         ),
         what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),
-        sizes=sizes,
+        sizes=plan.answers.sizes,
+        batches=plan.answers.batches,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
         goodput=lost,
