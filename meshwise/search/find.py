@@ -109,18 +109,12 @@ def find(
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and not layouts:
         near = _legal_counts(model, workload, costs, num_devices, within)
-        raise NoLayout(
-            f"no layout of {num_devices} devices is legal: {_reasons(removed)}"
-            + (f"; give --gpus {' or '.join(map(str, near))}" if near else "")
-        )
+        hint = f"; give --gpus {' or '.join(map(str, near))}" if near else ""
+        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}{hint}")
     if not ranked and nearest is None:
         raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
-        assert nearest is not None
-        raise NoLayout(
-            f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
-            f"{nearest.layout.name}: {nearest.reason}"
-        )
+        raise NoLayout(_too_large(model, num_devices, nearest))
     num_considered = len(ranked) + sum(removal.count for removal in removed)
     kept = ranked[:top]
     if not any(candidate.layout.pp > 1 for candidate in kept):
@@ -152,6 +146,14 @@ def _legal_counts(
         legal = (n for n in counts if legal_layouts(model, workload, costs, n, within)[0])
         found += islice(legal, 1)
     return found
+
+
+def _too_large(model: AnyModel, num_devices: int, nearest: Infeasible | None) -> str:
+    assert nearest is not None
+    return (
+        f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
+        f"{nearest.layout.name}: {nearest.reason}"
+    )
 
 
 def _reasons(removed: Sequence[Removal]) -> str:
