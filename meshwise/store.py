@@ -42,6 +42,7 @@ _A: dict[type, str] = {Plan: "a plan", Costs: "costs", Cluster: "a cluster"}
 _limits = reprlib.Repr()  # a hostile value may be large
 _limits.maxstring = _limits.maxother = 120
 _bounded = _limits.repr
+_BOUND = re.compile(r"^Expected `(?:int|float)` ([<>]=?) (-?\d+)(?:\.0)?$")  # as msgspec says it
 
 
 def now() -> str:
@@ -91,7 +92,7 @@ def convert(data: Any, kind: type[T], source: str) -> T:
             allowed = _allowed(kind, "") if "unknown field" in message else ""
             raise ValueError(f"{source}: {message}{allowed}") from None
         field = found_path[1].lstrip(".")
-        reason = message[: found_path.start()] + _allowed(kind, field)
+        reason = _BOUND.sub(r"must be \1 \2", message[: found_path.start()]) + _allowed(kind, field)
         raise ValueError(
             f"{source}: {field} = {_bounded(_lookup(data, field))}: {reason}"
         ) from None

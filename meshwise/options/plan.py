@@ -1,7 +1,7 @@
 """The options of ``plan``."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from meshwise.options import (
     PYTHON,
@@ -18,6 +18,7 @@ from meshwise.options import (
 from meshwise.options.models import DECODERS, MODELS
 from meshwise.units import parse_count, some_rate, some_seconds
 
+_Load = Literal["mean", "p95"]
 _COMPUTED = [name for name in DECODERS if not name.startswith(("gpt-oss", "llama-4"))]
 _MODEL = (
     f"One of {', '.join((*MODELS, *_COMPUTED))}, moe-380m and Alpa's others, or a Hugging Face "
@@ -43,8 +44,8 @@ class PlanOptions(Options):
     "Prices of the cluster to plan for: costs.json, unless --cluster is given."
     measured_only: bool = False
     "Refuse prices of data sheets: a missing measurement is then an error."
-    global_batch_size: int | None = None
-    "Sequences in a step."
+    global_batch_size: Many | None = None
+    "Sequences in a step. Of several, as 256,512,1024: plan the one with the most tokens a second."
     seq_len: int | None = None
     "Tokens in a sequence."
     seq_lens: File | None = None
@@ -52,10 +53,10 @@ class PlanOptions(Options):
         "A file of lengths of sequences, in tokens: also say how long steps take if microbatches "
         "are padded to their longest sequence."
     )
-    expert_load: Literal["mean", "p95"] = "mean"
+    expert_load: Many = "mean"
     (
-        "Rows of the busiest rank's experts: an equal share, or the 95th percentile if tokens "
-        "choose experts at random."
+        "Rows of the busiest rank's experts: mean, an equal share; p95, the 95th percentile if "
+        "tokens choose experts at random; or a number, as 1.4: so many equal shares."
     )
     top: Annotated[int, Range(1)] = 10
     "How many layouts to keep."
@@ -139,6 +140,12 @@ class PlanOptions(Options):
             raise ValueError(
                 f"gpus = {self.gpus}: {sizing[0]} chooses how many; leave one of them out"
             )
+        for name in ("layout", "fewest", "deadline") if len(self.batches) > 1 else ():
+            if getattr(self, name):
+                raise ValueError(
+                    f"global_batch_size = {self.global_batch_size!r}: several are searched with "
+                    f"--gpus alone; give one of them, or leave {name} out"
+                )
         if len(sizing) > 1:
             raise ValueError(f"deadline = {self.deadline!r}: leave it out, or fewest")
         given = [name for name in ("mtbf_per_gpu", "checkpoint", "restart") if getattr(self, name)]
@@ -146,6 +153,33 @@ class PlanOptions(Options):
             raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: counts with goodput alone")
         if self.num_tokens is None and self.deadline_s is not None:
             raise ValueError(f"deadline = {self.deadline!r}: say for how many tokens, as 300B")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batches asked for; none if the default is."""
+        if self.global_batch_size is None:
+            return ()
+        words = str(self.global_batch_size).split(",")
+        if wrong := [word for word in words if not (word.strip().isdecimal() and int(word))]:
+            raise ValueError(
+                f"global_batch_size = {self.global_batch_size!r}: {wrong[0]!r} must be a number "
+                "of sequences >= 1, as 512"
+            )
+        return tuple(dict.fromkeys(map(int, words)))
+
+    @property
+    def load(self) -> _Load | float:
+        """The rows of the busiest rank's experts: of ``Experts.load``."""
+        given = self.expert_load
+        if given in get_args(_Load):
+            return cast("_Load", given)
+        try:
+            found = float(given)
+        except ValueError:
+            found = 0.0
+        if not 1 <= found < float("inf"):
+            raise ValueError(f"expert_load = {given!r}: must be mean, p95, or >= 1, as 1.4")
+        return found
 
     @property
     def deadline_s(self) -> float | None:

@@ -26,7 +26,7 @@ def of(chosen: Plan) -> list[Table]:
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
         *filled(_ties(answers.ties), _what_if(chosen, answers.what_if)),
-        *filled(_varying(answers.varying), _sizes(chosen)),
+        *filled(_varying(answers.varying), _sizes(chosen), _batches(chosen)),
         *([_goodput(answers.goodput)] if answers.goodput else []),
         *([_refit(answers.refit)] if answers.refit else []),
         *filled(_bills(chosen)),
@@ -161,6 +161,26 @@ def _bills(chosen: Plan) -> Table:
         *rates,
         legend=(*_counted(chosen), f"It may be up to {most} more."),
         left=0,
+    )
+
+
+def _batches(chosen: Plan) -> Table:
+    """Show the best plan of each batch that was asked for."""
+    rate, found = rate_unit(chosen.model), chosen.answers.batches
+    return listed(
+        "How large a batch",
+        found,
+        ("batch", "change"),
+        ("best layout", "layout.name"),
+        ("step", lambda one: one.step_time_s or None, format_seconds),
+        (rate, lambda one: one.tokens_per_s or None, format_count),
+        ("of the best", lambda one: one.faster or None, percent),
+        legend=(
+            f"The first is the plan: most {rate}. Training may take more steps of a smaller batch, "
+            "or more tokens with a larger one: that is not predicted.",
+            *(f"{one.change}: {one.note}." for one in found if one.note),
+        ),
+        left=2,
     )
 
 

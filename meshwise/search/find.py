@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import groupby
-from time import monotonic
+from itertools import groupby, islice
 
 import msgspec
 
@@ -25,6 +24,7 @@ from meshwise.prices import Prices
 from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, room
 from meshwise.search.charges import MESSAGES
 from meshwise.search.predict import memory_of, moved, predict
+from meshwise.search.progress import Reporter
 from meshwise.search.simulate import SUMS, Peak
 from meshwise.search.space import OUTSIDE, check, legal_layouts, unchecked
 from meshwise.search.stage import forms, views
@@ -33,6 +33,7 @@ from meshwise.spec import (
     AnyModel,
     Candidate,
     Costs,
+    Cuts,
     Infeasible,
     Layout,
     Plan,
@@ -46,7 +47,9 @@ from meshwise.units import format_bytes
 log = logging.getLogger("meshwise")
 _ROUNDS = 4  # of choosing uneven pipelines
 _TABLES = 2  # of parts' costs: one takes a tenth of a second
-_FASTER = 0.999  # other cuts than usual are taken if the step takes less than this share
+_FASTER = 0.999  # a layout that is not plainer is taken if the step takes less than this share
+_AWAY = 64  # devices more and fewer, among which legal numbers of them are looked for
+_USUAL = (Cuts(), Cuts(stream="seq"))
 # The nearest layout that does not fit is looked for among those whose lower bound is near a share
 # of the memory; what needs up to so many times the memory is near enough.
 _NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
@@ -54,18 +57,6 @@ _NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
 
 class NoLayout(ValueError):
     """No layout is legal, can be priced, or fits."""
-
-
-class _Progress:
-    """Logs a line when a search has been silent for five seconds."""
-
-    def __init__(self) -> None:
-        self.last_s = monotonic()
-
-    def __call__(self, text: str, *numbers: int) -> None:
-        if monotonic() > self.last_s + 5:
-            log.info(text, *numbers)
-            self.last_s = monotonic()
 
 
 @contextmanager
@@ -117,22 +108,20 @@ def find(
     ranked = _with_uneven(model, workload, prices, ranked, num_devices, within)
     nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and not layouts:
-        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
+        near = _legal_counts(model, workload, costs, num_devices, within)
+        hint = f"; give --gpus {' or '.join(map(str, near))}" if near else ""
+        raise NoLayout(f"no layout of {num_devices} devices is legal: {_reasons(removed)}{hint}")
     if not ranked and nearest is None:
         raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
-        assert nearest is not None
-        raise NoLayout(
-            f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
-            f"{nearest.layout.name}: {nearest.reason}"
-        )
+        raise NoLayout(_too_large(model, num_devices, nearest))
     num_considered = len(ranked) + sum(removal.count for removal in removed)
     kept = ranked[:top]
     if not any(candidate.layout.pp > 1 for candidate in kept):
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
         kept += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
     kept = _refined(model, workload, prices, kept, within)
-    best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
+    best, *others = _plainest_first(kept)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
         runners_up=tuple(
@@ -142,6 +131,28 @@ def find(
         removed=tuple(removed),
         nearest_infeasible=nearest,
         num_considered=num_considered,
+    )
+
+
+def _legal_counts(
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int, within: Space
+) -> list[int]:
+    """Return the next smaller and the next larger number of devices, within ``_AWAY`` and the
+    cluster, that have legal layouts."""
+    most = min(costs.cluster.num_devices, num_devices + _AWAY)
+    fewer = range(num_devices - 1, max(0, num_devices - _AWAY - 1), -1)
+    found = list[int]()
+    for counts in fewer, range(num_devices + 1, most + 1):
+        legal = (n for n in counts if legal_layouts(model, workload, costs, n, within)[0])
+        found += islice(legal, 1)
+    return found
+
+
+def _too_large(model: AnyModel, num_devices: int, nearest: Infeasible | None) -> str:
+    assert nearest is not None
+    return (
+        f"no layout of {model.name or 'the model'} fits {num_devices} device(s); the nearest, "
+        f"{nearest.layout.name}: {nearest.reason}"
     )
 
 
@@ -221,7 +232,7 @@ def _best_first(
     """Return the candidates that fit, fastest first, and the number of layouts passed over for
     each reason."""
     ranked: list[Candidate] = []
-    tell = _Progress()
+    tell = Reporter()
     passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
     about = (model, workload.seq_len)
     waiting = [
@@ -279,11 +290,13 @@ def _with_uneven(
     ranked, known = list(uniform), {each.layout for each in uniform}
     cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
     frames = inter_op_stages.frames(model, workload, prices, num_devices, within, cutoff_s)
+    tell = Reporter()
     for _ in range(_ROUNDS):
         cutoff_s = ranked[0].prediction.step_time_s if ranked else math.inf
         chosen = inter_op_stages.layouts(frames, limit, lacks, cutoff_s)
         missing = dict[inter_op_stages.Rows, float]()
         for layout in [each for each in chosen if each not in known]:
+            tell("%d pipelines of unlike stages are priced", len(known) - len(uniform))
             known.add(layout)
             if within.schedule not in (None, layout.schedule):
                 continue
@@ -329,6 +342,24 @@ def _refined(
                     known.add(other.layout)
         found.append(candidate)
     return [_in_best_order(model, workload, prices, each, limit) for each in found]
+
+
+def _plainest_first(kept: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, fastest first; those that take as long as the fastest (``_FASTER``)
+    before all, without cuts of their own first, then with the fewest axes."""
+    best_s = min(each.prediction.step_time_s for each in kept)
+
+    def key(of: Candidate) -> tuple[bool, bool, int, float]:
+        layout, time_s = of.layout, of.prediction.step_time_s
+        if _FASTER * time_s > best_s:
+            return True, False, 0, time_s
+        inside = views(layout)
+        is_cut = any(view.cuts not in _USUAL for view in inside)
+        degrees = [(layout.pp, view.dp, view.tp, view.cp, view.ep) for view in inside]
+        axes = sum(max(of_axis) > 1 for of_axis in zip(*degrees, strict=True))
+        return False, is_cut, axes, time_s
+
+    return sorted(kept, key=key)
 
 
 def _in_best_order(
@@ -382,7 +413,7 @@ def _nearest(
         for _, alike in groupby(ladder, key=lambda rung: rung.layers):
             together[len(layouts)] = tuple(alike)
             layouts += together[len(layouts)]
-    found, tell = _just_beyond(model, workload, prices, layouts, limit), _Progress()
+    found, tell = _just_beyond(model, workload, prices, layouts, limit), Reporter()
     near = found is not None and found[2].total_bytes < _NEAR[-1][1] * limit
     waiting = [
         (bound.memory_bytes(*about, layout, prices, others), 0, number)
@@ -438,6 +469,14 @@ def _just_beyond(
             if found[2].total_bytes < enough * limit:
                 return found
     return found
+
+
+def misfit(plan: Plan, costs: Costs, *, measured_only: bool = False) -> str:
+    """Say which rank of a plan needs more memory than a device has (``shortfall``); "" if all
+    fit. ``costs``: the prices that the plan was made from."""
+    prices, limit = Prices(costs, datasheet=not measured_only), plan.cluster.usable_bytes
+    rank, peak = memory_of(plan.model, plan.workload, plan.layout, prices)
+    return shortfall(rank, peak, limit) if peak.total_bytes > limit else ""
 
 
 def shortfall(rank: int, peak: Peak, limit: float) -> str:

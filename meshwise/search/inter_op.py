@@ -35,15 +35,19 @@ and the least max of the devices before it (``least``). What is found is exact.
 Stages lie on devices in order. A stage stays within a host, or fills whole hosts.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray
+log = logging.getLogger("meshwise")
 _FORWARD = 1 / 3  # of a stage's seconds
 _MOST_S = 1e300  # for infinity, of which 0 times and differences have no value
 _SAME = 1e-9  # of a layer: rounding in the count of layers computed again
+_GIVEN_UP = "of %d microbatches, too many unlike stages to compare them all"
+MOST = 100_000  # partial divisions; models of up to 126 layers had up to 35,000
 _SLACKS = (1.03, 1.1, 1.3, np.inf)  # over the least possible, tried in turn
 
 
@@ -226,23 +230,27 @@ _States = dict[tuple[int, int], list[_Partial]]  # by first layer and number of 
 
 def divide(
     table: StageTable, problem: Problem, cutoff_s: float = np.inf, floor: Least | None = None
-) -> list[Division]:
+) -> list[Division] | None:
     """Return the best division, and others, fastest first: each first stage before all that no
-    other beats behind it. None takes ``cutoff_s`` or more; there may be none. ``floor``: ``least``
+    other beats behind it. None takes ``cutoff_s`` or more; there may be none. None: with more
+    stages and as much in flight, or more, there are none either, or too many. ``floor``: ``least``
     of both, if it is known."""
     if floor is not None and problem.least_s(*floor.whole) >= cutoff_s:
-        return []
+        return None
     rest = [least(table, problem, cutoff_s)]
     least_s = problem.least_s(*rest[0].whole)
     if least_s >= cutoff_s:
-        return []
+        return None
     quick = _quick(table, problem, cutoff_s, rest[0])
     for slack in _SLACKS:
         below_s = min(cutoff_s, slack * least_s)
-        if found := _below(table, problem, rest, cutoff_s, below_s, quick.below(problem, below_s)):
-            return sorted(found, key=lambda division: division.time_s)
-        if below_s == cutoff_s:
-            break
+        try:
+            found = _below(table, problem, rest, cutoff_s, below_s, quick.below(problem, below_s))
+        except OverflowError:
+            log.info(_GIVEN_UP, problem.num_microbatches)
+            return None
+        if found or below_s == cutoff_s:
+            return found and sorted(found, key=lambda division: division.time_s)
     return []
 
 
@@ -293,11 +301,12 @@ def _below(
     cutoff_s: float,
     below_s: float,
     quick: _Quick,
-) -> list[Division]:
-    """Go through the divisions below this time, stage by stage from the last. ``rest[n]``: the
-    least of stages with 2^n or more behind them, of ``rest[0]`` any; missing ones are added.
-    ``quick``: the stages that may be in them."""
-    found, spare_s = list[Division](), problem.spare_s(cutoff_s)
+) -> list[Division] | None:
+    """Go through the divisions below this time, stage by stage from the last; None if there are
+    none with so many stages or more. ``rest[n]``: the least of stages with 2^n or more behind them,
+    of ``rest[0]`` any; missing ones are added. ``quick``: the stages that may be in them. An
+    OverflowError if there are more partial ones than ``MOST``."""
+    found, num_partials, spare_s = list[Division](), 0, problem.spare_s(cutoff_s)
     # forwards ahead of a stage beyond one for each stage behind it
     beyond = max([problem.ahead(of) - behind for behind, of in enumerate(problem.in_flight)])
     states: _States = {(table.num_layers, 0): [_Partial()]}
@@ -326,17 +335,20 @@ def _below(
                 may &= (busy_s + rest_s < below_s) & (time_s < below_s)
                 for other, new in _unbeaten_before(seconds, of, may, stop):
                     assert new.stage is not None
+                    num_partials += 1
                     here = further.setdefault((new.stage.start, used + size), [])
                     if new.stage.start:
                         _keep(here, new._replace(behind=partials[other]))
                     else:
                         here.append(new._replace(behind=partials[other]))
+            if num_partials > MOST:
+                raise OverflowError
         whole = further.pop((0, problem.num_devices), [])
         if not problem.exactly or behind == len(problem.in_flight) - 1:
             found += [_division(partial) for partial in whole]
         states = {place: partials for place, partials in further.items() if partials}
         if not states:
-            break
+            return found or None
     return found
 
 
@@ -412,8 +424,11 @@ class _Stages:
             cells = self.of_place.get((size, across))
             if cells is None:
                 cells = _Cells(*[np.zeros(0, int)] * len(_Cells._fields))
-            start, at = np.nonzero(kinds[:, None] == cells.place)
-            found = _Before(start, *[of[at] for of in cells[1:]])
+            starts = np.full(len(self.table.layers), stop)
+            starts[kinds[kinds >= 0]] = np.flatnonzero(kinds >= 0)
+            at = np.flatnonzero(starts[cells.place] < stop)
+            at = at[np.argsort(starts[cells.place[at]], kind="stable")]
+            found = _Before(starts[cells.place[at]], *[of[at] for of in cells[1:]])
             self.known[stop, size, across] = found
         return found
 

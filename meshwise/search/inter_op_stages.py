@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import chain, combinations
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -33,6 +33,7 @@ from meshwise.search.bound import (
 )
 from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
+from meshwise.search.progress import Reporter
 from meshwise.search.traffic import passed_on, sent
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, Workload, layer_kinds
@@ -123,13 +124,17 @@ def frames(
     problems = {each: [*_problems(asked, each)] for each in rows}
     ways = {each: _ways(asked, each) for each in rows if problems[each]}
     every = sorted(chain(*ways.values()), key=by_cut)  # so that layers of all sizes come in a row
-    priced = {way: [*_priced(asked, way)] for way in every}
-    found = [
-        _frame(asked, each, problems[each], [p for way in of for p in priced.pop(way)], cutoff_s)
-        for each, of in ways.items()
-    ]
+    tell, priced, found = Reporter(), dict[Layout, list[_Priced]](), list[Frame]()
+    for way in every:
+        tell("%d of %d ways to run a stage are priced", len(priced), len(every))
+        priced[way] = [*_priced(asked, way)]
+    for number, (each, of) in enumerate(ways.items()):
+        tell("stages of %d of %d sizes of microbatch are priced", number, len(ways))
+        here = [p for way in of for p in priced.pop(way)]
+        if frame := _frame(asked, each, problems[each], here, cutoff_s):
+            found.append(frame)
     return sorted(
-        [frame for frame in found if frame is not None],
+        found,
         key=lambda frame: frame.problems[0].least_s(*frame.floor.whole),
     )
 
@@ -143,7 +148,9 @@ def layouts(
     found = list[tuple[float, Layout]]()
     hopeless = set[Rows]()  # rows, turns; deeper pipelines have more in flight
     posed = [(frame, *numbered) for frame in of for numbered in enumerate(frame.problems)]
-    for frame, number, problem in sorted(posed, key=lambda each: each[2].turns):
+    tell = Reporter()
+    for at, (frame, number, problem) in enumerate(sorted(posed, key=lambda each: each[2].turns)):
+        tell("dividing layers among unlike stages: %d of %d questions answered", at, len(posed))
         about, floor_s = (frame.rows, problem.turns), problem.least_s(*frame.floor.whole)
         problem = problem._replace(limit_bytes=limit_bytes - lacks.get(about, 0.0))
         if about in hopeless or cutoff_s <= floor_s:
@@ -155,7 +162,10 @@ def layouts(
                 hopeless.add(about)
                 continue
             divisions = divide(frame.table, problem, cutoff_s, floor)
-            answer = frame.answers[number] = _Answer(problem.limit_bytes, cutoff_s, divisions)
+            if divisions is None:
+                hopeless.add(about)
+            answer = _Answer(problem.limit_bytes, cutoff_s, divisions or [])
+            frame.answers[number] = answer
         for division in [fast for fast in answer.divisions if fast.time_s < cutoff_s]:
             found.append((division.time_s, _layout(division, frame.ways, problem, frame.rows)))
             cutoff_s = min(cutoff_s, (_MARGIN + _FEW / problem.num_microbatches) * division.time_s)
@@ -286,18 +296,27 @@ def _stages(asked: _Asked, priced: Sequence[_Priced]) -> tuple[list[Layout], Sta
     return [priced[at][0] for at in kept], table
 
 
-def _kinds(layers: Sequence[LayerKind], within: Space) -> tuple[Array, Array, Array]:
+@lru_cache(maxsize=16)
+def _kinds(layers: tuple[LayerKind, ...], within: Space) -> tuple[Array, Array, Array]:
     """Return the kind of every stage, [start, stop], -1 where it is none or has all layers, and
-    where the first of each kind starts and stops."""
-    edges = [at for at in range(len(layers) + 1) if within.is_edge(at, len(layers))]
-    count, known = len(layers), dict[object, tuple[int, int, int]]()
-    kind = np.full((count, count + 1), -1)
-    for start, stop in combinations(edges, 2):
-        if stop - start < count:
-            of = (layers[start:stop], start == 0, stop == count)
-            kind[start, stop] = known.setdefault(of, (len(known), start, stop))[0]
-    _, starts, stops = np.asarray([*known.values()]).T
-    return kind, starts, stops
+    where the first of each kind starts and stops. Runs of ``size`` layers are alike if those of one
+    layer fewer are, and the last layers."""
+    count, known = len(layers), [*dict.fromkeys(layers)]
+    each = np.asarray([known.index(layer) for layer in layers])
+    edge = np.asarray([within.is_edge(at, count) for at in range(count + 1)])
+    kind, alike = np.full((count, count + 1), -1), np.zeros(count + 1, int)
+    for size in range(1, count):
+        starts = np.arange(count - size + 1)
+        runs = alike[:-1] * len(known) + each[size - 1 :]
+        alike = np.unique(runs, return_inverse=True)[1]
+        ends = 2 * (starts == 0) + (starts + size == count)
+        may = edge[starts] & edge[starts + size]
+        kind[starts, starts + size] = np.where(may, (size * count + alike) * 4 + ends, -1)
+    starts, stops = np.nonzero(kind >= 0)
+    _, at, number = np.unique(kind[starts, stops], return_index=True, return_inverse=True)
+    kind[starts, stops] = at.argsort().argsort()[number]  # in the order in which they begin
+    at.sort()
+    return kind, starts[at], stops[at]
 
 
 def _unbeaten(devices: Array, terms: Array, beside: Array) -> list[int]:

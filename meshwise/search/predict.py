@@ -99,7 +99,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         memory_parts=tuple(
             Part(name=name, value=value, low=value, high=value)
             for name, value in peak.parts.items()
-            if value
+            if round(value)  # of sums and differences that are 0 a little may be left
         ),
         tokens_per_s=workload.tokens / step.time_s,
         flops_per_device_per_s=rate,

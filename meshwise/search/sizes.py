@@ -1,5 +1,5 @@
 """Find how many devices a training needs: the fewest on which it fits, or the cheapest count that
-meets a deadline.
+meets a deadline. Or find the batch with the most tokens a second, of some that the user names.
 
 Counts are those that divide a host, then whole hosts. Each is searched like any plan. A count is
 not searched if the states of AdamW alone, three times the float32 parameters, are more than the
@@ -10,10 +10,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from meshwise.search.find import NoLayout, find
 from meshwise.search.goodput import goodput, state_bytes
 from meshwise.search.space import divisors
-from meshwise.spec import AnyModel, Cluster, Costs, DeviceCount, Plan, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, DeviceCount, Plan, WhatIf, Workload
 from meshwise.units import format_bytes, format_count, format_seconds
 
 log = logging.getLogger("meshwise")
@@ -74,6 +76,39 @@ def cheapest(
         )
     plan, _ = min(in_time, key=lambda each: seconds[each[1]] * each[1].num_devices)
     return plan, sizes
+
+
+def best_batch(
+    model: AnyModel, workload: Workload, costs: Costs, sizes: Sequence[int], **how: Any
+) -> tuple[Plan, tuple[WhatIf, ...]]:
+    """Return the plan of the batch that takes most tokens (or images) a second, and all batches,
+    the best first. ``sizes``: their sequences in a step; ``how``: options of ``find``. If there is
+    no plan of any of them a NoLayout is raised."""
+    found, none = list[Plan](), list[WhatIf]()
+    for at, size in enumerate(sizes, 1):
+        log.info("batch of %d, %d of %d", size, at, len(sizes))
+        try:
+            of = replace(workload, global_batch_size=size)
+            found.append(find(model, of, costs, **how))
+        except NoLayout as error:
+            none.append(WhatIf(change=str(size), note=str(error)))
+    if not found:
+        raise NoLayout("; ".join(f"batch of {one.change}: {one.note}" for one in none))
+
+    def shown(plan: Plan) -> WhatIf:
+        told, most = plan.prediction, best.prediction
+        assert told is not None and most is not None
+        return WhatIf(
+            change=str(plan.workload.global_batch_size),
+            layout=plan.layout,
+            step_time_s=told.step_time_s,
+            tokens_per_s=told.tokens_per_s,
+            faster=told.tokens_per_s / most.tokens_per_s,
+        )
+
+    found.sort(key=lambda plan: -plan.prediction.tokens_per_s if plan.prediction else 0.0)
+    best = found[0]
+    return best, (*map(shown, found), *none)
 
 
 def _tried(

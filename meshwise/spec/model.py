@@ -109,7 +109,8 @@ class Experts(Record, kw_only=True):
     beyond it are dropped, second choices before first ones. Without it all tokens are taken.
 
     ``load``: rows of a rank's experts that plans assume. ``mean``: an equal share. ``p95``: the
-    95th percentile of random choices. With a capacity all ranks have equally many.
+    95th percentile of random choices. A number: the fullest rank's over an equal share, >= 1. With
+    a capacity all ranks have equally many.
     """
 
     num_experts: Count
@@ -126,9 +127,11 @@ class Experts(Record, kw_only=True):
     top_groups: Count = 1
     capacity_factor: PositiveFloat | None = None
     group_size: Length | None = None
-    load: Literal["mean", "p95"] = "mean"
+    load: Literal["mean", "p95"] | float = "mean"
 
     def check(self) -> None:
+        if not isinstance(self.load, str) and not 1 <= self.load <= self.num_experts:
+            self.fail("load", f"must be mean, p95, or 1 to num_experts = {self.num_experts}")
         if self.group_size is None and self.capacity_factor is not None:
             self.fail("group_size", "must be given with capacity_factor; GShard's is 2048")
         if self.capacity_factor is None and self.group_size is not None:

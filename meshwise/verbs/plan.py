@@ -7,7 +7,7 @@ all come from the data sheet. So do links between more hosts than were measured.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,6 @@ from meshwise.spec import (
     AnyModel,
     Cluster,
     Costs,
-    DeviceCount,
     Layout,
     Model,
     Plan,
@@ -31,7 +30,6 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.layout import SPLIT
-from meshwise.units import format_bytes
 from meshwise.verbs import files, ties
 
 DEFAULT_COSTS = "costs.json"
@@ -58,18 +56,17 @@ def plan(asked: PlanOptions) -> Plan:
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
-    if asked.expert_load != "mean":
-        chosen = _loaded(chosen)
+    if asked.load != "mean":
+        chosen = _loaded(chosen, asked.load)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
     others = [files.record(each, Layout, "why_not") for each in asked.why_not]
-    batch = asked.global_batch_size
+    batch = asked.batches[0] if asked.batches else None
     if batch is None and layout is not None:
         batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
     lengths = _lengths(asked, chosen, workload)
-    sizes: tuple[DeviceCount, ...] = ()
     if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
@@ -80,12 +77,15 @@ def plan(asked: PlanOptions) -> Plan:
             log.info("%s splits each backward in two, so the plan is eager", layout.schedule)
             prices = msgspec.structs.replace(prices, lowering="eager")
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
-        _warn_of_memory(found)
+        if lacks := search.misfit(found, prices, measured_only=measured_only):
+            log.warning("this layout does not fit: %s", lacks)
     else:
-        found, sizes = _searched(chosen, workload, prices, asked)
+        if asked.ties_s is not None:
+            ties.check(prices.cluster, _size(asked, prices.cluster))
+        found = _searched(chosen, workload, prices, asked)
         if (seconds := asked.ties_s) is not None:
             found = ties.measured(found, seconds, asked.out)
-    found = _answered(found, asked, prices, others, sizes, lengths)
+    found = _answered(found, asked, prices, others, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
         spans = search.spans(found, prices, measured_only=measured_only)
@@ -93,22 +93,31 @@ def plan(asked: PlanOptions) -> Plan:
     return found
 
 
-def _searched(
-    model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions
-) -> tuple[Plan, tuple[DeviceCount, ...]]:
-    """Return the best plan, and the counts of devices that were tried if none was given."""
+def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions) -> Plan:
+    """Return the best plan, with the numbers of devices or the batches that were compared."""
     from meshwise import search
 
-    how, tokens = _how(asked), asked.num_tokens
+    how, tokens, about = _how(asked), asked.num_tokens, (model, workload, prices)
     sizing = {**how, "failures": asked.failures}
     if asked.fewest:
-        return search.fewest(model, workload, prices, **sizing)
-    if asked.deadline_s is not None and tokens is not None:
-        return search.cheapest(
-            model, workload, prices, tokens=tokens, deadline_s=asked.deadline_s, **sizing
-        )
-    size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
-    return search.find(model, workload, prices, num_devices=size, **how), ()
+        found, sizes = search.fewest(*about, **sizing)
+    elif asked.deadline_s is not None and tokens is not None:
+        deadline_s = asked.deadline_s
+        found, sizes = search.cheapest(*about, tokens=tokens, deadline_s=deadline_s, **sizing)
+    else:
+        how["num_devices"] = _size(asked, prices.cluster)
+        if len(asked.batches) < 2:
+            return search.find(*about, **how)
+        found, batches = search.best_batch(*about, asked.batches, **how)
+        return msgspec.structs.replace(found, answers=Answers(batches=batches))
+    return msgspec.structs.replace(found, answers=Answers(sizes=sizes))
+
+
+def _size(asked: PlanOptions, cluster: Cluster) -> int:
+    """Return the number of devices to plan for; of a search over sizes, the least."""
+    if asked.fewest or asked.deadline is not None:
+        return 1
+    return cluster.num_devices if asked.gpus is None else asked.gpus
 
 
 def _how(asked: PlanOptions) -> dict[str, Any]:
@@ -124,11 +133,10 @@ def _answered(
     asked: PlanOptions,
     prices: Costs,
     others: Sequence[Layout],
-    sizes: tuple[DeviceCount, ...],
     lengths: Sequence[int],
 ) -> Plan:
-    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``; ``sizes``:
-    the counts of devices tried; ``lengths``: those of ``seq_lens``."""
+    """Answer what was asked beside the layout. ``others``: the layouts of ``why_not``;
+    ``lengths``: those of ``seq_lens``."""
     from meshwise import search
 
     failures, lost = asked.failures, None
@@ -137,7 +145,7 @@ def _answered(
         lost = search.goodput(plan.model, plan.cluster, size, recipe=plan.recipe, **failures)
     share, known = lost.share if lost else 1.0, Prices(prices, datasheet=not asked.measured_only)
     varying = [search.by_length(plan, known, lengths)] if lengths else []
-    varying += [search.by_load(plan, known)] if asked.expert_load == "p95" else []
+    varying += [search.by_load(plan, known)] if asked.load == "p95" else []
     answers = Answers(
         why_not=tuple(
             search.why_not(
@@ -150,7 +158,8 @@ def _answered(
             for layout in others
         ),
         what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),
-        sizes=sizes,
+        sizes=plan.answers.sizes,
+        batches=plan.answers.batches,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
         goodput=lost,
@@ -176,17 +185,6 @@ def _refit(plan: Plan, to: Path | str) -> RefitCost:
             "to its first tier"
         )
     return forecast.between_plans(plan, files.take(to, Plan), given)
-
-
-def _warn_of_memory(plan: Plan) -> None:
-    """Warn if a given layout needs more memory than a device has. A search lists only what fits."""
-    cluster, prediction = plan.cluster, plan.prediction
-    limit = cluster.usable_bytes
-    if prediction is not None and prediction.peak_memory_bytes > limit:
-        log.warning(
-            "this layout does not fit: a device has %s, and one needs %s",
-            format_bytes(limit), format_bytes(prediction.peak_memory_bytes),
-        )  # fmt: skip
 
 
 def _prices(
@@ -260,12 +258,12 @@ def _lengths(asked: PlanOptions, model: AnyModel, workload: Workload) -> list[in
     return found
 
 
-def _loaded(model: AnyModel) -> AnyModel:
-    """Let plans assume the 95th percentile of the rows that experts send to a rank."""
+def _loaded(model: AnyModel, load: Literal["mean", "p95"] | float) -> AnyModel:
+    """Let plans assume so many rows of the busiest rank's experts."""
     experts = None if isinstance(model, WideResNet) else model.experts
     if experts is None:
-        raise ValueError(f"expert_load = 'p95': {model.name or 'the model'} has no experts")
-    loaded = msgspec.structs.replace(experts, load="p95")
+        raise ValueError(f"expert_load = {load!r}: {model.name or 'the model'} has no experts")
+    loaded = msgspec.structs.replace(experts, load=load)
     return msgspec.structs.replace(model, experts=loaded)
 
 

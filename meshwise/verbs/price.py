@@ -253,7 +253,9 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
         found = prices.estimate(op, run)
         time_s, error, tier = found.time_s, found.error, found.source
         rests_on = _rests_on(prices.fitted(op, run), op, tier)
-        if key.category not in prices.known and tier != "datasheet":
+        if isinstance(op, Sized) and not time_s:
+            rests_on = "no bytes"
+        elif key.category not in prices.known and tier != "datasheet":
             rests_on = f"a similar operation: {rests_on}"
     return Priced(
         op=op,

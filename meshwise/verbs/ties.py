@@ -10,13 +10,25 @@ from msgspec.structs import replace
 
 from meshwise import store
 from meshwise.launch import RanksFailed
-from meshwise.spec import Candidate, Plan, TieRun, stages_of
+from meshwise.spec import Candidate, Cluster, Plan, TieRun, stages_of
 from meshwise.units import format_seconds
-from meshwise.verbs import files
+from meshwise.verbs import files, world
 from meshwise.verbs.run import run
 
 STEPS, WARMUP = 8, 2
 log = logging.getLogger("meshwise")
+
+
+def check(cluster: Cluster, size: int) -> None:
+    """Refuse to plan for a machine that is not this one: layouts that tie could not run on it."""
+    try:
+        world.size(size, cluster, default=1)
+        world.check_machine(cluster, size)
+    except ValueError as error:
+        raise ValueError(
+            f"measure_ties: runs layouts on this machine, and it cannot: {error}; or leave "
+            "--measure-ties out"
+        ) from None
 
 
 def measured(plan: Plan, seconds: float, out: Path | str) -> Plan:

@@ -533,3 +533,43 @@ def test_answers_that_say_half_are_refused():
         WhyNot(layout=NAMED)
     with pytest.raises(ValueError, match=r"DeviceCount.step_time_s = 0.0: must be > 0 where"):
         DeviceCount(num_devices=8, layout=NAMED)
+
+
+def test_of_several_batches_the_one_with_most_tokens_a_second_is_planned(capsys):
+    """Against a plan of each batch alone; 7 sequences fit no layout of 8 devices in this space."""
+    asked = {"cluster": "h100-hgx", "seq_len": 256, "top": 2, "space": ("dp=8",)}
+    alone = {
+        size: meshwise.plan("gpt-125m", global_batch_size=size, **asked) for size in (16, 64, 32)
+    }
+    rates = {size: plan.prediction.tokens_per_s for size, plan in alone.items()}
+    best = max(rates, key=rates.__getitem__)
+    plan = meshwise.plan("gpt-125m", global_batch_size="16,64,7,32,16", **asked)
+    assert plan.layout == alone[best].layout and plan.workload.global_batch_size == best
+    *found, none = plan.answers.batches
+    assert [int(one.change) for one in found] == sorted(rates, key=lambda size: -rates[size])
+    for one in found:
+        size = int(one.change)
+        assert one.layout == alone[size].layout and one.tokens_per_s == rates[size]
+        assert one.faster == pytest.approx(rates[size] / rates[best])
+    assert none.change == "7" and none.layout is None and "no layout of 8 devices" in none.note
+    assert store.read("plan.json", Plan) == plan
+    words = f"plan gpt-125m {WORDS} --space dp=8 --top 2".replace("32", "16,64")
+    assert main(words.split()) == 0
+    assert "How large a batch" in capsys.readouterr().out
+    with pytest.raises(NoLayout, match=r"batch of 7: no layout .*; batch of 9: no layout"):
+        meshwise.plan("gpt-125m", global_batch_size="7,9", **asked)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        ("16,x", {}, "global_batch_size = '16,x': 'x' must be a number of sequences >= 1, as 512"),
+        ("16,0", {}, "'0' must be a number of sequences"),
+        (-1, {}, "'-1' must be a number of sequences"),
+        ("16,32", {"fewest": True}, "'16,32': several are searched .* or leave fewest out"),
+        ("16,32", {"layout": NAMED}, "several are searched .* or leave layout out"),
+    ],
+)
+def test_batches_that_cannot_be_compared_are_refused(batch, options, message):
+    with pytest.raises(ValueError, match=message):
+        meshwise.plan("gpt-125m", cluster="h100-hgx", global_batch_size=batch, **options)

@@ -12,8 +12,9 @@ import pytest
 from meshwise import search
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import unmeasured
-from meshwise.search import space
+from meshwise.search import inter_op, inter_op_stages, progress, space
 from meshwise.search.inter_op import Problem, StageTable, divide
+from meshwise.search.within import ANY, Space
 from meshwise.spec import (
     Attention,
     Cluster,
@@ -377,3 +378,80 @@ def test_an_uneven_pipeline_without_a_price_is_left_out(monkeypatch):
     uniform = search.find(model, workload, costs, num_devices=3)
     assert not uniform.layout.meshes
     assert plan.prediction.step_time_s < uniform.prediction.step_time_s
+
+
+@pytest.mark.parametrize("within", [ANY, Space(num_auto_layers=6)])
+@pytest.mark.parametrize("layers", ["aaaaaaaaaaaa", "abbabbabbabb", "aabcaabcbbca"])
+def test_stages_of_one_kind_have_the_same_layers_and_ends(layers, within):
+    """The kinds of stages against their layers, compared one with another."""
+    kind, starts, stops = inter_op_stages._kinds(tuple(layers), within)
+    found, due = {}, {}
+    for start, stop in itertools.combinations(range(13), 2):
+        if kind[start, stop] >= 0:
+            found.setdefault(kind[start, stop], []).append((start, stop))
+        edges = all(within.is_edge(at, 12) for at in (start, stop))
+        if edges and stop - start < 12:
+            of = layers[start:stop], start == 0, stop == 12
+            due.setdefault(of, []).append((start, stop))
+    assert [*found.values()] == [*due.values()] and [*found] == [*range(len(due))]
+    assert [*zip(starts, stops, strict=True)] == [of[0] for of in due.values()]
+
+
+def test_kinds_of_stages_look_at_each_of_1000_layers_a_few_times():
+    class Layer:
+        looked = 0
+
+        def __hash__(self):
+            Layer.looked += 1
+            return 1
+
+        def __eq__(self, other):
+            return True
+
+    kind, starts, _ = inter_op_stages._kinds(tuple(Layer() for _ in range(1000)), ANY)
+    assert Layer.looked <= 3000
+    assert len(starts) == 999 + 998 + 999 == kind.max() + 1  # by size: first ones, inner ones, last
+    assert inter_op_stages._kinds.cache_info().maxsize
+
+
+def test_a_model_of_many_layers_is_divided_by_a_bounded_number_of_steps(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    kept, keep = [], inter_op._keep
+    monkeypatch.setattr(inter_op, "_keep", lambda *of: kept.append(keep(*of)))
+    chance = random.Random(5)
+    table = any_table(chance, 8, [1])
+    problem = Problem(8, 8, 4, [1.0] * 8, 1e9)
+    assert divide(table, problem) and "too many" not in caplog.text
+    usual = len(kept)
+    kept.clear()
+    monkeypatch.setattr(inter_op, "MOST", usual // 2)
+    assert divide(table, problem) is None and "of 4 microbatches, too many" in caplog.text
+    assert len(kept) < usual
+
+
+def test_where_no_more_stages_are_tried_there_are_none():
+    """Interleaved, of exactly so many stages: where one answer is None, later ones are empty."""
+    told = 0
+    for seed in range(40):
+        chance = random.Random(seed)
+        table, is_over = any_table(chance, 8, [1, 2]), False
+        for pp in range(2, 9):
+            ahead = [(2 * s + 1 + pp) / 2 for s in range(pp)]
+            problem = Problem(8, 8, 8, ahead, 40.0, 2, exactly=True)
+            found = divide(table, problem, 60.0)
+            assert not (is_over and found)
+            is_over |= found is None
+            told += is_over and pp < 8
+    assert told
+
+
+def test_a_long_search_says_how_far_it_is(monkeypatch, caplog):
+    """By a clock that gains six seconds whenever it is read."""
+    caplog.set_level("INFO")
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    model = Model(hidden=256, heads=4, layers=4, ffn=1024, vocab=512, max_seq_len=128)
+    costs = unmeasured(files.take("h100-hgx", Cluster))
+    search.find(model, Workload(seq_len=128, global_batch_size=8), costs, num_devices=4)
+    for said in ("1 of ", "ways to run a stage", "unlike stages: 1 of", "layouts wait"):
+        assert said in caplog.text

@@ -1,6 +1,8 @@
 """meshwise plan: which prices it takes, what it says of them, what it refuses. No torch."""
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,8 +14,11 @@ from meshwise import machine, search, store
 from meshwise.cli import app
 from meshwise.models import catalogue, graph, program_of
 from meshwise.models.families.experts import arriving
+from meshwise.models.families.experts import sizes as experts_of
 from meshwise.pages import tables
 from meshwise.prices import Prices, on_hosts, unmeasured
+from meshwise.search.find import _plainest_first
+from meshwise.search.simulate import Peak
 from meshwise.spec import (
     Candidate,
     Cluster,
@@ -234,11 +239,59 @@ def test_a_plan_edited_by_hand_keeps_no_prediction(tmp_path):
 
 
 def test_a_given_layout_that_does_not_fit_is_said_to(tmp_path, caplog):
-    meshwise.plan(
-        "llama-3-70b", cluster="h100-hgx", hosts=1, global_batch_size=8, layout='{"dp": 8}',
-        out=tmp_path / "plan.json",
+    """One byte short, too: two sizes would look alike."""
+    asked = {"layout": '{"dp": 8}', "global_batch_size": 8, "out": tmp_path / "plan.json"}
+    told = meshwise.plan("gpt-125m", cluster="h100-hgx", **asked).prediction
+    assert "does not fit" not in caplog.text
+    cluster = files.take("h100-hgx", Cluster)
+    size = math.ceil(told.peak_memory_bytes) - 1 + cluster.reserved_bytes
+    device = msgspec.structs.replace(cluster.device, memory_bytes=size)
+    small = msgspec.structs.replace(cluster, device=device)
+    store.write(tmp_path / "costs.json", unmeasured(small))
+    meshwise.plan("gpt-125m", costs=tmp_path / "costs.json", **asked)
+    largest = max(told.memory_parts, key=lambda part: part.value)
+    said = f"does not fit: rank 0 needs 1 B more; its largest part is {largest.name} ("
+    assert said in caplog.text
+
+
+def test_what_rounding_leaves_of_nothing_is_no_part(monkeypatch):
+    """A one-layer model showed -0 B of activations."""
+    predicting = sys.modules["meshwise.search.predict"]
+    peak = Peak(2.0, {"activations": -1e-8, "gradients": 2.0, "images": 1e-8})
+    monkeypatch.setattr(predicting, "memory_of", lambda *of: (0, peak))
+    plan = meshwise.plan("gpt-125m", cluster="h100-hgx", layout=Layout(dp=8), seq_len=1024)
+    assert [(part.name, part.value) for part in plan.prediction.memory_parts] == [("gradients", 2)]
+
+
+def test_where_no_layout_is_legal_the_nearest_numbers_of_devices_are_given():
+    """GPT-125M has 12 heads: tp alone runs on 6 of 7 devices; of 8, dp takes the batch of 8."""
+    asked = {"cluster": "h100-hgx", "global_batch_size": 8, "space": ("uniform", "pp=1")}
+    with pytest.raises(search.NoLayout, match=r"no layout of 7 .*; give --gpus 6 or 8$"):
+        meshwise.plan("gpt-125m", gpus=7, **asked)
+    with pytest.raises(search.NoLayout, match=r"\(\d+\)$"):
+        meshwise.plan("gpt-125m", gpus=7, **asked | {"space": ("pp=1", "dp=7")})
+
+
+def test_of_layouts_as_fast_as_one_another_the_plainest_is_first():
+    """Times a thousandth apart are the same; two thousandths are not."""
+    plain, two, pipe = (
+        Layout(dp=4), Layout(dp=2, tp=2), Layout(pp=2, tp=2, schedule="1f1b", num_microbatches=2)
     )  # fmt: skip
-    assert "this layout does not fit: a device has" in caplog.text
+    cut = Layout(tp=4, cuts=Cuts(stream="batch", attention="batch", feed_forward="batch"))
+    meshes = Layout(pp=2, meshes=((2, 1), (1, 2)), schedule="1f1b", microbatch_size=2)
+
+    def ranked(**times):
+        named = {"plain": plain, "two": two, "pipe": pipe, "cut": cut, "meshes": meshes}
+        kept = [
+            Candidate(layout=named[name], prediction=known.prediction(time_s, 1e9))
+            for name, time_s in times.items()
+        ]
+        return [of.layout for of in _plainest_first(kept)]
+
+    assert ranked(cut=1.0, meshes=1.0, pipe=1.0, two=1.0005, plain=1.0009) == [
+        plain, pipe, two, meshes, cut
+    ]  # fmt: skip
+    assert ranked(cut=1.0, plain=1.002, two=1.001) == [two, cut, plain]
 
 
 def _edited(path, **changes):
@@ -364,7 +417,40 @@ def test_the_busiest_experts_may_be_planned_for(tmp_path):
         meshwise.plan("llama-3-8b", cluster="h100-hgx", expert_load="p95")
 
 
-def _buffers(load: str) -> int:
+def test_the_fullest_rank_s_experts_have_so_many_times_the_mean(tmp_path):
+    """By hand: Mixtral's 8 experts on 8 ranks, 512 tokens each, 2 experts a token: 1,024 rows a
+    rank in the mean, 1,434 with 1.4 times as many, and at most the 8,192 of all."""
+    sizes = {"batch": 1, "seq": 512, "top_k": 2, "choices": 8, "experts": 1}
+    for load, rows in ((1.0, 1024), (1.4, 1434), (8, 8192)):
+        experts = msgspec.structs.replace(catalogue.find_any("mixtral-8x7b").experts, load=load)
+        model = msgspec.structs.replace(catalogue.find_any("mixtral-8x7b"), experts=experts)
+        found = experts_of(model, 1, 512)
+        assert arriving(found | sizes) == rows
+    assert arriving({**sizes, "per_mille": 9000}) == 8192
+    assert arriving({**sizes, "experts": 8, "per_mille": 1400}) == 1024  # all are here
+    assert _buffers("mean") == _buffers(1.0) < _buffers(1.4) < _buffers(2.0)
+
+    def told(load):
+        return meshwise.plan(
+            "mixtral-8x7b", cluster="h100-hgx", seq_len=512, expert_load=load,
+            layout='{"dp": 8, "ep": 8, "zero": 3}', out=tmp_path / "plan.json",
+        ).prediction  # fmt: skip
+
+    mean, even, some, twice = (told(load) for load in ("mean", "1", "1.4", 2.0))
+    sent = "expert-parallel communication"
+    assert mean.step_time_s == pytest.approx(even.step_time_s)
+    assert mean.step_time_s < some.step_time_s < twice.step_time_s
+    parts = [{part.name: part.value for part in of.time_parts} for of in (mean, some, twice)]
+    assert parts[0][sent] < parts[1][sent] < parts[2][sent]
+    assert store.read(tmp_path / "plan.json", Plan).model.experts.load == 2.0
+    for load in ("0.9", "inf", "many", "nan"):
+        with pytest.raises(ValueError, match=f"expert_load = '{load}': must be mean, p95, or >= 1"):
+            told(load)
+    with pytest.raises(ValueError, match=r"Experts.load = 9.0: must be mean, p95, or 1 to num_exp"):
+        told(9)
+
+
+def _buffers(load: str | float) -> int:
     """Bytes of all buffers of a rank with one of eight shares of the experts."""
     model = catalogue.find_any("mixtral-8x7b")
     experts = msgspec.structs.replace(model.experts, load=load)

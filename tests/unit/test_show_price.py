@@ -178,6 +178,7 @@ def test_work_on_no_bytes_takes_no_time():
     for what in ("all_reduce", "adamw", "copy"):
         (found,) = verb.price(what, "0")
         assert (found.low_s, found.time_s, found.high_s) == (0, 0, 0)
+        assert found.rests_on == "no bytes"
 
 
 def test_a_layer_of_any_host_and_ratio_has_a_price():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 from msgspec.structs import replace
 
-from meshwise import spec, store
+from meshwise import machine, spec, store
 from meshwise.spec import (
     Attention,
     Block,
@@ -345,7 +345,14 @@ def test_a_nested_field_is_named_by_its_path() -> None:
     case = msgspec.to_builtins(Case(op=Gemm(m=1, n=2, k=3)))
     case["op"]["k"] = 0
     message = refusal(lambda: store.convert(case, Case, "x.json"))
-    assert message == "x.json: op.k = 0: Expected `int` >= 1"
+    assert message == "x.json: op.k = 0: must be >= 1"
+
+
+def test_a_dead_link_names_the_field_the_value_and_the_bound() -> None:
+    cluster = msgspec.to_builtins(store.read(machine.shipped()["h100-hgx"], Cluster))
+    cluster["tiers"][1]["bytes_per_s"] = 0
+    message = refusal(lambda: store.convert(cluster, Cluster, "x.toml"))
+    assert message == "x.toml: tiers[1].bytes_per_s = 0: must be > 0"
 
 
 def test_the_values_of_a_table_have_ranges_too() -> None:

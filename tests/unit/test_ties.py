@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
-from meshwise import store
+import meshwise
+from meshwise import search, store
 from meshwise.launch import RanksFailed
 from meshwise.options.plan import PlanOptions
 from meshwise.pages import answers, table
@@ -102,6 +104,26 @@ def test_nothing_runs_where_nothing_ties(ran):
     alone = msgspec.structs.replace(plan(), runners_up=plan().runners_up[2:])
     found = ties.measured(alone, 300.0, "plan.json")
     assert ran[1] == [] and found.layout == FIRST and found.runners_up == alone.runners_up
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "reason"),
+    [
+        ("h100-hgx", {}, "describes 'NVIDIA H100 80GB HBM3', but here is"),
+        ("h100-hgx", {"fewest": True}, "describes 'NVIDIA H100 80GB HBM3', but here is"),
+        ("h100-hgx", {"hosts": 2}, "nproc = 16: a host of 'h100-hgx' has 8 devices"),
+    ],
+)
+def test_ties_of_another_machine_are_refused_before_the_search(
+    tmp_path, monkeypatch, cluster, options, reason
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "find", None)  # not called
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("plan.json").write_text("kept")
+    with pytest.raises(ValueError, match=f"measure_ties: runs layouts on .*{reason}.* or leave"):
+        meshwise.plan("gpt-125m", cluster=cluster, measure_ties="10s", **options)
+    assert Path("plan.json").read_text() == "kept" and len([*tmp_path.iterdir()]) == 1
 
 
 def test_a_given_layout_ties_with_nothing():

@@ -39,6 +39,8 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
         found |= {"group": moe.group_size, "capacity": moe.capacity}
     if moe.load == "p95":
         found["p95"] = 1
+    elif moe.load != "mean":
+        found["per_mille"] = round(1000 * moe.load)
     return found | {"room": room(found)}
 
 
@@ -52,8 +54,13 @@ def room(sizes: Mapping[str, int]) -> int:
 
 def arriving(sizes: Mapping[str, int]) -> int:
     """Return the rows that a rank's experts receive: by default as many as a rank sends. ``p95``:
-    the 95th percentile if rows choose experts at random (a binomial, approximated as normal)."""
+    the 95th percentile if rows choose experts at random (a binomial, approximated as normal).
+    ``per_mille``: the fullest rank's rows over the mean, up to the rows of all ranks."""
     rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
+    if "per_mille" in sizes:
+        return min(
+            -(-rows * sizes["per_mille"] // 1000), rows * sizes["choices"] // sizes["experts"]
+        )
     if "p95" not in sizes:
         return rows
     elsewhere = 1 - sizes["experts"] / sizes["choices"]
