@@ -166,7 +166,7 @@ def test_the_parts_are_those_of_their_table(prices):
     assert f"by up to {large - small:.0f} MiB" in PROSE
     beside = prices.costs.memory_overhead_bytes
     for limit, stream in ((large, "whole"), (large - 1, "seq")):
-        cuts = table.best(beside + limit * MIB + 1)
+        cuts, _ = table.best(beside + limit * MIB + 1)
         assert (cuts.stream, cuts.attention, cuts.feed_forward) == (stream, "heads", "ffn")
 
 
