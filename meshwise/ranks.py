@@ -9,6 +9,7 @@ separately launched jobs, such as a trainer and a server.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import itertools
@@ -40,6 +41,7 @@ ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 T = TypeVar("T")
 
 
@@ -272,6 +274,8 @@ def join(
     if not job.launched:
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
     device = device_of(job)
+    if device.type == "cpu":
+        _keep_freed_memory()
     here = job.world_size // job.num_hosts
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
     if job.num_hosts > 1 and not is_loopback(job.host):
@@ -303,6 +307,15 @@ def join(
     )
     ranks.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return ranks
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed memory for what is allocated next, as GPUs' caching allocators do. By
+    default every tensor over 32 MiB is mapped, and cleared by the kernel, anew at each step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _interface(host: str) -> str:
