@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_444,
+    "cli": 1_467,
     "engine": 3_270,
     "fit": 1_339,
     "launch": 1_818,
     "models": 4_919,
     "nn": 1_362,
     "options": 1_362,
-    "pages": 6_480,
+    "pages": 6_481,
     "parallel": 3_196,
     "prices": 1_683,
-    "probe": 7_057,
+    "probe": 7_139,
     "reshard": 5_101,
     "search": 5_610,
-    "spec": 3_366,
+    "spec": 3_375,
     "suites": 996,
-    "verbs": 4_856,
+    "verbs": 4_884,
     "": 4_326,  # modules beside the rooms
 }
 
