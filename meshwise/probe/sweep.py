@@ -32,7 +32,7 @@ from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, end
 from meshwise.spec.record import NonNegative, Positive, PositiveFloat
 from meshwise.timing import Timed
 
-__all__ = ["CURRENT", "Bench", "SweepRequest", "measure_ranks"]
+__all__ = ["CURRENT", "Bench", "SweepRequest", "measure_case", "measure_ranks"]
 
 
 class SweepRequest(Record, kw_only=True):
@@ -71,7 +71,9 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
         ranks,
         sweep.run_dir,
         todo,
-        functools.partial(_measure, Bench(ranks, sweep.sustain_s, sweep.iterations, sweep.warmup)),
+        functools.partial(
+            measure_case, Bench(ranks, sweep.sustain_s, sweep.iterations, sweep.warmup)
+        ),
         estimate_s=estimate_s,
         budget_s=sweep.budget_s,
         follow=lambda: next_cases(sweep.follow, store.load(sweep.run_dir)[1]),
@@ -121,7 +123,8 @@ class Bench:
         timing.free(self.ranks.device)
 
 
-def _measure(bench: Bench, case: Case) -> Outcome:
+def measure_case(bench: Bench, case: Case) -> Outcome:
+    """Measure a case. Every rank must call this with the same one."""
     found = outcome(case, functools.partial(_times, bench, case))
     if found.sample.status != "ok":
         bench.free()
