@@ -1,6 +1,7 @@
 """What ``detect`` measures of the links between ranks, and what plans make of it."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 
 
@@ -25,8 +27,8 @@ def detect(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> Tier:
     """Run detect; return the only tier that it wrote."""
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "meshwise", "detect", *words],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=paced(180),
+        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=paced(180),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (tier,) = store.read(folder / "cluster.toml", Cluster).tiers
@@ -81,3 +83,29 @@ def test_messages_cross_each_tier_between_all_devices_of_it():
     assert of(1, 8, 4, 8) == [("4", 4, 1), ("8", 2, 4)]
     assert of(2, 1, 1, 2) == [("2", 2, 1)]
     assert of(1, 4, 3, 4) == []  # no whole rings
+
+
+def test_ranks_meet_where_the_command_says(tmp_path):
+    """No host has the address in the variables; that on the command line goes before it."""
+    with socket.create_server(("127.0.0.1", 0)) as spare:
+        port = str(spare.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"}
+    words = (
+        "detect",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--setup-timeout",
+        "90s",
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshwise", *words], cwd=tmp_path, stderr=subprocess.PIPE,
+            env=ENVIRONMENT | given | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1"},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    told = [process.communicate(timeout=paced(180))[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    assert store.read(tmp_path / "cluster.toml", Cluster).tiers[0].source == "measured"
