@@ -20,7 +20,7 @@ ROOMS = {
     "pages": 6_481,
     "parallel": 3_196,
     "prices": 1_683,
-    "probe": 7_147,
+    "probe": 7_149,
     "reshard": 5_101,
     "search": 5_610,
     "spec": 3_375,
