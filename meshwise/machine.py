@@ -63,8 +63,8 @@ def detect_cluster(
         notes = (*notes, f"no datasheet peak is known for {device.name!r}: {_PEAK_FIX}")
     per_host = tiers[-1].num_devices
     if num_hosts > 1:
-        tiers = (*tiers, Tier(name="network", num_devices=num_hosts * per_host))
-        notes = (*notes, "the network's rate is not detected; measure it")
+        unknown = "rate not known; `detect` on all hosts measures it"
+        tiers = (*tiers, Tier(name="network", num_devices=num_hosts * per_host, source=unknown))
     return Cluster(
         name=name or _name(device, num_hosts, per_host),
         num_hosts=num_hosts,

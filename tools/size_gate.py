@@ -10,22 +10,22 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_444,
+    "cli": 1_467,
     "engine": 3_270,
     "fit": 1_404,
     "launch": 1_818,
     "models": 4_926,
     "nn": 1_362,
     "options": 1_396,
-    "pages": 6_509,
+    "pages": 6_510,
     "parallel": 3_196,
     "prices": 1_701,
-    "probe": 7_057,
+    "probe": 7_149,
     "reshard": 5_101,
     "search": 5_779,
-    "spec": 3_371,
+    "spec": 3_380,
     "suites": 996,
-    "verbs": 4_887,
+    "verbs": 4_915,
     "": 4_343,  # modules beside the rooms
 }
 

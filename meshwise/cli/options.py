@@ -39,7 +39,23 @@ def alone(flag: str, given: Iterable[str]) -> None:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Rendezvous:
+    """The address at which ranks of several hosts meet."""
+
+    master_addr: str | None = None
+    "With --master-port: where the ranks of several hosts meet, when no launcher says it."
+    master_port: int | None = None
+    "See --master-addr."
+
+    def __post_init__(self) -> None:
+        from meshwise.verbs import world
+
+        world.meet_at(self.master_addr, self.master_port)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Size(Rendezvous):
     """The number of ranks, in three spellings, which must agree; and where they meet."""
 
     nproc: int | None = None
@@ -50,15 +66,6 @@ class Size:
     "Hosts; times --num-devices-per-host, a third way to give --nproc."
     num_devices_per_host: int | None = None
     "Devices of each host."
-    master_addr: str | None = None
-    "With --master-port: where the ranks of several hosts meet, when no launcher says it."
-    master_port: int | None = None
-    "See --master-addr."
-
-    def __post_init__(self) -> None:
-        from meshwise.verbs import world
-
-        world.meet_at(self.master_addr, self.master_port)
 
     @property
     def counts(self) -> dict[str, int | None]:

@@ -6,12 +6,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, Json, Runs, Size, flags
+from meshwise.cli.options import ANY, Json, Rendezvous, Runs, Size, flags
 from meshwise.cli.output import DONE, GATE_FAILED, emit, say
 from meshwise.options.plan import PlanOptions
 from meshwise.spec.costs import LawName
 
-USUAL = PlanOptions()
+USUAL, ANYWHERE = PlanOptions(), Rendezvous()
 
 
 def detect(
@@ -19,9 +19,15 @@ def detect(
     nproc: int | None = None,
     peak: tuple[str, ...] = (),
     out: str = "cluster.toml",
+    measure: Annotated[bool | None, Parameter(negative="--no-measure")] = None,
+    timeout: str | None = None,
+    setup_timeout: str | None = None,
+    meeting: Rendezvous = ANYWHERE,
     json: Json = False,
 ) -> int:
     """Look at this machine: devices, memory, links, datasheet peaks. Writes cluster.toml.
+
+    On the ranks of a launcher it also compares the hosts and measures the links.
 
     Parameters
     ----------
@@ -31,8 +37,18 @@ def detect(
         FLOP/s that no datasheet gives, as bf16=990e12; may be repeated.
     out
         The file to write.
+    measure
+        Measure the links, by a rank on each device. A launcher's ranks do so by default; with
+        --no-measure they only look.
+    timeout
+        How long ranks wait in a collective or at a barrier; 30s by default, longer on shared cores.
+    setup_timeout
+        How long ranks wait at the start; 10m by default.
     """
-    cluster = meshwise.detect(nproc=nproc, peak=peak, out=out)
+    cluster = meshwise.detect(
+        nproc=nproc, peak=peak, out=out, measure=measure, timeout=timeout,
+        setup_timeout=setup_timeout,
+    )  # fmt: skip
     from meshwise.pages import tables
 
     emit(cluster, tables.cluster(cluster), json)

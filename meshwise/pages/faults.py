@@ -117,7 +117,7 @@ def _measured(cluster: Cluster, sample: Sample) -> HealthCase | None:
         name = f"{op.kind} {format_bytes(op.size_bytes)}"
         name += f" by {tier.name}" if kind == "link" else ""
         times = {op.ranks if kind == "link" else (): sample.times_s}
-        spec = tier.bytes_per_s if op.size_bytes >= _SMALL_BYTES else None
+        spec = tier.specified_bytes_per_s if op.size_bytes >= _SMALL_BYTES else None
         reach = tier.num_devices
     else:
         return None

@@ -89,6 +89,7 @@ def cluster(described: Cluster) -> list[Table]:
         ("source", lambda tier: tier.source or "rate not known"),
         ("reaches devices", "num_devices"),
         ("each way", "bytes_per_s", lambda rate: format_rate(rate, "B/s")),
+        ("latency", "latency_s", format_seconds),
         legend=described.notes,
         left=2,
     )

@@ -12,6 +12,7 @@ one call or after the many calls of a graph, on data that reveal permutations (`
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,8 @@ class Groups:
 
     def _group(self, tile: tuple[int, ...], library: str) -> dist.ProcessGroup:
         if (tile, library) not in self.groups:
-            group = dist.new_group(list(tile), backend=library or None)
+            limit = timedelta(seconds=self.ranks.timeout_s)  # torch's own would be 30 minutes
+            group = dist.new_group(list(tile), backend=library or None, timeout=limit)
             assert isinstance(group, dist.ProcessGroup | int)  # an int: not a member
             self.groups[tile, library] = group  # type: ignore[assignment]
             if self.ranks.rank in tile:  # connect; other ranks wait at the next gather

@@ -20,6 +20,7 @@ import torch
 
 from meshwise import store, timing
 from meshwise.probe.progress import Pace, Progress
+from meshwise.probe.request import CURRENT
 from meshwise.probe.work import Unavailable
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Sample
@@ -28,7 +29,6 @@ from meshwise.spec.label import label
 T = TypeVar("T")
 Metrics = dict[str, float | tuple[float, ...]]
 Status = Literal["oom", "skipped", "error"]
-CURRENT = "current.json"  # the case in hand, while it is measured
 
 
 class Failed(Exception):

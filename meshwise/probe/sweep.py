@@ -24,30 +24,15 @@ from meshwise import store, timing
 from meshwise.probe import collectives, operators, overlap
 from meshwise.probe.block import Blocks
 from meshwise.probe.cases import effort
-from meshwise.probe.cases.follow import Follow, next_cases
-from meshwise.probe.loop import CURRENT, Failed, Metrics, Outcome, measure_all, outcome, together
+from meshwise.probe.cases.follow import next_cases
+from meshwise.probe.loop import Failed, Metrics, Outcome, measure_all, outcome, together
+from meshwise.probe.request import CURRENT, SweepRequest
 from meshwise.probe.work import Call, Unavailable, Work, communicates, fp32_precision
 from meshwise.ranks import Ranks
-from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, ending
-from meshwise.spec.record import NonNegative, Positive, PositiveFloat
+from meshwise.spec import Block, Case, Collective, Overlap, RunInfo, ending
 from meshwise.timing import Timed
 
-__all__ = ["CURRENT", "Bench", "SweepRequest", "measure_ranks"]
-
-
-class SweepRequest(Record, kw_only=True):
-    """Cases to measure. ``skip``: ids of those measured already. No budget means all cases.
-    ``sustain_s``: how long a sustained case lasts. ``iterations``: exactly so many timed ones, else
-    as many as the interval needs. ``warmup``: untimed calls, beyond the first."""
-
-    cases: tuple[Case, ...]
-    run_dir: str
-    budget_s: PositiveFloat | None = None
-    skip: tuple[str, ...] = ()
-    follow: Follow = "nothing"
-    sustain_s: PositiveFloat = effort.SUSTAIN_S
-    iterations: Positive | None = None
-    warmup: NonNegative = 0
+__all__ = ["CURRENT", "Bench", "SweepRequest", "measure_case", "measure_ranks"]
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
@@ -71,7 +56,9 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
         ranks,
         sweep.run_dir,
         todo,
-        functools.partial(_measure, Bench(ranks, sweep.sustain_s, sweep.iterations, sweep.warmup)),
+        functools.partial(
+            measure_case, Bench(ranks, sweep.sustain_s, sweep.iterations, sweep.warmup)
+        ),
         estimate_s=estimate_s,
         budget_s=sweep.budget_s,
         follow=lambda: next_cases(sweep.follow, store.load(sweep.run_dir)[1]),
@@ -121,7 +108,8 @@ class Bench:
         timing.free(self.ranks.device)
 
 
-def _measure(bench: Bench, case: Case) -> Outcome:
+def measure_case(bench: Bench, case: Case) -> Outcome:
+    """Measure a case. Every rank must call this with the same one."""
     found = outcome(case, functools.partial(_times, bench, case))
     if found.sample.status != "ok":
         bench.free()

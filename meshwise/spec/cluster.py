@@ -6,6 +6,7 @@ from meshwise.spec.op import Lowering
 from meshwise.spec.record import Count, NonNegative, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
+MEASURED = "measured"
 
 
 class Device(Record, kw_only=True):
@@ -27,7 +28,9 @@ class Device(Record, kw_only=True):
 class Tier(Record, kw_only=True):
     """Links that connect ``num_devices`` neighbouring devices. Tiers are listed innermost first.
 
-    ``bytes_per_s``: the datasheet rate of one device in one direction; None if unknown.
+    ``bytes_per_s``: the rate of one device in one direction, of the data sheet unless ``source`` is
+    "measured"; None if unknown. ``latency_s``: of a message of a few bytes. ``sheet_bytes_per_s``:
+    the data sheet's rate, where another was measured.
     """
 
     name: str
@@ -35,6 +38,12 @@ class Tier(Record, kw_only=True):
     bytes_per_s: PositiveFloat | None = None
     latency_s: PositiveFloat | None = None
     source: str = ""
+    sheet_bytes_per_s: PositiveFloat | None = None
+
+    @property
+    def specified_bytes_per_s(self) -> float | None:
+        """The data sheet's rate; None if unknown."""
+        return self.sheet_bytes_per_s if self.source == MEASURED else self.bytes_per_s
 
 
 class Cluster(Record, kw_only=True):

@@ -1,34 +1,62 @@
 """detect: look at this machine, or at all hosts of a launcher's ranks; write cluster.toml."""
 
 import socket
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 from meshwise.launcher import Job
+from meshwise.patience import Patience, parsed
 from meshwise.spec import Cluster
 from meshwise.verbs import files
 
 
 def detect(
-    *, nproc: int | None = None, peak: str | tuple[str, ...] = (), out: Path | str = "cluster.toml"
+    *,
+    nproc: int | None = None,
+    peak: str | tuple[str, ...] = (),
+    out: Path | str = "cluster.toml",
+    measure: bool | None = None,
+    timeout: str | float | None = None,
+    setup_timeout: str | float | None = None,
 ) -> Cluster:
     """Detect the cluster this process would run on; write it to ``out``. Several hosts must be
     equal; a ValueError names those that are not.
 
     ``nproc``: devices (on a CPU, ranks) to use on each host; all by default. ``peak``: FLOP/s that
-    the datasheet does not give, as ``bf16=990e12``; several are allowed.
+    the datasheet does not give, as ``bf16=990e12``; several are allowed. ``measure``: measure rate
+    and latency of the links, by a rank on each device; by default if a launcher started ranks. Only
+    rank 0 returns and writes what they measure. ``timeout`` and ``setup_timeout``: how long ranks
+    wait for each other, as for ``measure``.
     """
-    cluster = look(nproc, files.several(peak))
+    cluster, job = look(nproc, files.several(peak)), Job.here()
+    waits = parsed(timeout, setup_timeout)
     if cluster.num_hosts > 1:
         from meshwise import ranks
 
-        joined = ranks.join()
+        joined = ranks.join(waits.timeout_s, setup_s=waits.setup_s)
         told = joined.gather((socket.gethostname(), _facts(cluster)))
         joined.leave()
         refuse_unlike(told)
+    if job.launched if measure is None else measure:
+        cluster = _measured(cluster, waits)
     write(out, cluster)
     return cluster
+
+
+def _measured(cluster: Cluster, patience: Patience) -> Cluster:
+    """Return the cluster with its links measured; on ranks other than the first, as it was."""
+    if cluster.num_devices == 1:
+        return cluster
+    from meshwise import launch, store
+    from meshwise.probe.tiers import TiersRequest
+
+    target, leads = "meshwise.probe.tiers:measure_ranks", Job.here().leads
+    with tempfile.TemporaryDirectory() as folder:
+        request = TiersRequest(cluster=cluster, out=f"{folder}/cluster.json")
+        launch.run(target, request, nproc=cluster.num_devices, patience=patience)
+        return store.read(request.out, Cluster) if leads else cluster
 
 
 def _facts(cluster: Cluster) -> str:

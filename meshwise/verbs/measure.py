@@ -36,7 +36,7 @@ from meshwise.verbs.recording import Recording
 if TYPE_CHECKING:
     from meshwise.probe.cases.follow import Follow
     from meshwise.probe.cases.scope import Scope
-    from meshwise.probe.sweep import SweepRequest
+    from meshwise.probe.request import SweepRequest
 
 log = logging.getLogger("meshwise")
 
@@ -79,7 +79,7 @@ def measure(
     world.check_machine(machine, size)
     slug = f"{asked.what}-{machine.name}"
     recording = old or Recording.begin(asked.runs, "measure", slug, machine, size, cases=key)
-    from meshwise.probe.sweep import SweepRequest
+    from meshwise.probe.request import SweepRequest
 
     request = SweepRequest(
         cases=tuple(cases), run_dir=str(recording.path), budget_s=budget_s, sustain_s=sustain_s,
@@ -301,7 +301,7 @@ def _sweep(
     import msgspec
 
     from meshwise import launch
-    from meshwise.probe.sweep import CURRENT
+    from meshwise.probe.request import CURRENT
 
     run_dir, job = recording.path, recording.job
     if asked.resume and job.leads:
@@ -368,7 +368,7 @@ def _environment(request: "SweepRequest", asked: MeasureOptions) -> Iterator[Non
 def _record_hung(recording: Recording, reason: str) -> str | None:
     """Record the case under way as hung. Return its id, or None if there is none or if too many
     hung."""
-    from meshwise.probe.sweep import CURRENT
+    from meshwise.probe.request import CURRENT
 
     current = recording.path / CURRENT
     if not current.exists():

@@ -227,7 +227,7 @@ def _launch(
 ) -> None:
     """Run one job. If it dies, record the row it died in as an error, unless it is recorded."""
     from meshwise import launch
-    from meshwise.probe.loop import CURRENT
+    from meshwise.probe.request import CURRENT
 
     before = recording.samples()
     try:

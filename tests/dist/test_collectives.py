@@ -1,8 +1,13 @@
 """Every collective, over every kind of group, against numpy on the data of all ranks."""
 
+import dataclasses
+import time
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from meshwise.options.measure import CollectivesOptions
@@ -50,6 +55,22 @@ def every_op(world: int) -> list[Collective]:
 
 
 # --- on every rank ---
+
+
+def waits_alone(ranks: Ranks) -> tuple[str, float]:
+    """What rank 0 was told when rank 1 took no part in a case's collective, and after how long."""
+    groups = collectives.Groups(dataclasses.replace(ranks, timeout_s=2.0))
+    party = groups.party(collective("all_reduce", ranks.world_size))
+    begun, told = time.monotonic(), ""
+    if ranks.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=party.group)
+        except RuntimeError as error:
+            told = str(error)
+    else:
+        ranks.store.wait(["rank 0 gave up"], timedelta(seconds=600))
+    ranks.store.set("rank 0 gave up", "")
+    return told, time.monotonic() - begun
 
 
 def results(ranks: Ranks) -> list[list[float] | None]:
@@ -437,3 +458,10 @@ def test_sums_of_sums_in_fp64_are_not_called_wrong():
     assert pattern.num_wrong(result, wanted, summed, allowed) == 0
     result[5] *= 1 + 1e-12
     assert pattern.num_wrong(result, wanted, summed, allowed) == 1
+
+
+def test_a_case_waits_as_long_as_its_ranks_do(gloo_ranks):
+    told, waited_s = gloo_ranks(2, waits_alone)[0]
+    gloo_ranks.end(2)
+    assert "imed out" in told
+    assert waited_s >= 2.0

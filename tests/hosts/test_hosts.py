@@ -37,6 +37,17 @@ def test_all_hosts_are_detected(hosts, tmp_path):
     assert found["tiers"][-1]["name"] == "network"
 
 
+def test_the_rate_between_hosts_is_that_of_a_slow_link(hosts, tmp_path):
+    """160 Mbit/s are 20 MB/s for both ranks of a host at once. Headers take 5 % of them, what the
+    limit lets through at once 0.2 %."""
+    with hosts.slow(2, "160mbit"):
+        hosts.run(tmp_path, "detect")
+    inside, between = tomllib.loads((tmp_path / "cluster.toml").read_text())["tiers"]
+    assert (inside["source"], between["source"]) == ("measured", "measured")
+    assert 20e6 / 4 < 2 * between["bytes_per_s"] < 1.1 * 20e6
+    assert inside["bytes_per_s"] > between["bytes_per_s"]
+
+
 def test_two_hosts_measure_what_one_measures(hosts, tmp_path):
     words = _measure("all_reduce,all_to_all", "1K,64K")
     hosts.run(tmp_path, *words)

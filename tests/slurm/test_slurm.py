@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwise import store
+from meshwise.spec import Cluster
 
 ELSEWHERE = ("--launcher", "slurm", "--nodes", "2", "--nproc-per-node", "2")
 COLLECTIVES = ("measure", "collectives", "all_reduce", "all_to_all", "--sizes", "1K,4K",
@@ -88,6 +89,14 @@ def test_in_an_allocation_the_ranks_start_in_place(meshwise, tmp_path):
     fewer = meshwise(*COLLECTIVES, *ELSEWHERE, before=("salloc", "--nodes=1"))
     assert fewer.returncode != 0
     assert "Only allocated 1 nodes asked for 2" in fewer.stderr
+
+
+def test_the_hosts_of_a_job_are_detected_and_their_links_measured(meshwise, tmp_path):
+    done = meshwise("detect", *ELSEWHERE, "--wait")
+    assert done.returncode == 0, done.stderr
+    found = store.read(tmp_path / "cluster.toml", Cluster)
+    assert (found.num_hosts, found.num_devices_per_host) == (2, 2)
+    assert [tier.source for tier in found.tiers] == ["measured", "measured"]
 
 
 def test_an_array_has_a_job_for_each_value(meshwise, tmp_path):

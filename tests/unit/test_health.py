@@ -341,6 +341,17 @@ def test_all_pairs_through_the_host_are_below_specification():
     assert findings(machine.info, machine.run()) == []
 
 
+def test_links_whose_rate_was_measured_are_held_against_their_data_sheet():
+    machine = Machine(4, 0)
+    machine.pair_factor = {(a, b): 10.0 for a in range(4) for b in range(4) if a != b}
+    measured = Tier(
+        name="nvlink", num_devices=4, bytes_per_s=38e9, source="measured", sheet_bytes_per_s=450e9
+    )
+    cluster = msgspec.structs.replace(machine.cluster, tiers=(measured,))
+    (found,) = findings(info(cluster), machine.run())
+    assert (found.what, found.where) == ("below specification", "12 of 12 pairs")
+
+
 def test_what_a_slow_link_does_to_collectives_is_a_note():
     machine = Machine(4, 0)
     machine.pair_factor = {(0, 1): 10.0, (1, 0): 10.0}
