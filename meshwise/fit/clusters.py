@@ -1,7 +1,8 @@
 """Compares the clusters of runs that are to make one costs.json.
 
 Prices depend on the device and its data sheet, the number and size of hosts, and the tiers; those
-of CPUs also on the host's cores. They do not depend on memory, nor on what a file is called.
+of CPUs also on the host's cores. They do not depend on memory, on what ``detect`` measured of
+links, nor on what a file is called.
 """
 
 import re
@@ -18,8 +19,9 @@ _BESIDE = ("host_memory_bytes", "host_cores", "reserved_bytes", "device.memory_b
 
 def unlike(clusters: Sequence[Cluster]) -> tuple[list[str], list[str]]:
     """Return the fields in which clusters differ, each with its values (``host_cores = 64, 32``):
-    those that prices depend on, and the others. Names, notes and sources are left out."""
-    rows = [dict(leaves(msgspec.to_builtins(cluster))) for cluster in clusters]
+    those that prices depend on, and the others. Names, notes, sources and measured rates are left
+    out."""
+    rows = [dict(leaves(msgspec.to_builtins(cluster.specified))) for cluster in clusters]
     counts, beside = list[str](), list[str]()
     for field in dict.fromkeys(field for row in rows for field in row):
         values = dict.fromkeys(str(row.get(field, "absent")) for row in rows)

@@ -51,6 +51,7 @@ from meshwise.spec import (
     Spread,
     Tier,
 )
+from meshwise.spec.cluster import MEASURED
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, PositiveFloat
 
@@ -298,6 +299,8 @@ class Datasheet:
     def _rate(self, tier: Tier, share: PeakShare) -> float:
         if tier.bytes_per_s is None:
             raise ValueError(self._lacks(f"bytes_per_s of tier {tier.name!r}"))
+        if tier.source == MEASURED:  # by messages that all devices sent at once
+            return tier.bytes_per_s
         return tier.bytes_per_s * share.on(self.cluster.device.name)
 
     def _fastest(

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from msgspec.structs import replace
+
 from meshwise.spec.op import Lowering
 from meshwise.spec.record import Count, NonNegative, Positive, PositiveFloat, Record
 
@@ -59,6 +61,16 @@ class Cluster(Record, kw_only=True):
     host_cores: Count | None = None
     notes: tuple[str, ...] = ()
     reserved_bytes: NonNegative = 0  # memory on each device that a program cannot use
+
+    @property
+    def specified(self) -> "Cluster":
+        """The cluster without what was measured of its links."""
+        tiers = [
+            replace(tier, bytes_per_s=tier.specified_bytes_per_s, latency_s=None,
+                    source="", sheet_bytes_per_s=None)
+            for tier in self.tiers
+        ]  # fmt: skip
+        return replace(self, tiers=tuple(tiers))
 
     @property
     def num_devices(self) -> int:

@@ -276,7 +276,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     others = []
     for run_dir in reversed(store.runs_of(runs, f"measure-{what}")):
         info = store.read(run_dir / "run.json", RunInfo)
-        if digest(info.cluster) != digest(cluster):
+        if digest(info.cluster.specified) != digest(cluster.specified):
             continue
         if info.provenance.get("cases", key) == key and info.world_size == size:
             files.announce(run_dir, "the newest run")

@@ -57,6 +57,17 @@ def without(cluster, **fields):
     return msgspec.structs.replace(cluster, device=device)
 
 
+def test_a_measured_rate_is_the_rate():
+    """The data sheet's is reached in part; measured messages have the rate that they had."""
+    op = Collective(kind="send_recv", size_bytes=2**30, group_size=2)
+    for name in SHIPPED:
+        (inner, *_) = (cluster := shipped(name)).tiers
+        links = msgspec.structs.replace(inner, source="measured", bytes_per_s=5e9)
+        measured = msgspec.structs.replace(cluster, num_hosts=1, tiers=(links,))
+        assert time_s(measured, op) == pytest.approx(2**30 / 5e9, rel=0.01)
+        assert time_s(cluster, op) > 1.1 * 2**30 / inner.bytes_per_s
+
+
 @given(m=st.integers(1, 2**16), n=st.integers(1, 2**14), k=st.integers(1, 2**14))
 def test_no_product_is_faster_than_the_data_sheet(m, n, k):
     for cluster in map(shipped, SHIPPED):

@@ -500,7 +500,15 @@ def test_runs_of_two_clusters_are_not_mixed_and_what_differs_is_named(other, tol
 def test_cores_and_memory_of_hosts_do_not_matter_to_prices_of_gpus():
     """They do to those of CPUs, whose ranks compute on the cores."""
     one = Gemm(m=64, n=64, k=64)
-    other = on(name="another", host_cores=32, host_memory_bytes=2**38, notes=("another day",))
+    sheet = CLUSTER.tiers[0]
+    tier = msgspec.structs.replace(
+        sheet,
+        source="measured",
+        bytes_per_s=1e9,
+        latency_s=1e-6,
+        sheet_bytes_per_s=sheet.bytes_per_s,
+    )
+    other = on(name="another", host_cores=32, host_memory_bytes=2**38, tiers=(tier,), notes=("b",))
     told = calibrate([(INFO, [sample(one, 1.0)]), (other, [sample(one, 3.0)])])
     assert told.cluster == CLUSTER and Prices(told).estimate(one).time_s == 2.0
     cpu = Device(name="X", kind="cpu", memory_bytes=2**30)
