@@ -161,8 +161,9 @@ def test_a_cancelled_job_keeps_what_it_measured(meshwise, slurm, tmp_path):
     subprocess.run(["scancel", job], env=slurm, check=True)
     _until(lambda: not _squeue(slurm))
     info = store.load(run)[0]
-    # a rank that others left before its own signal came says so
-    assert info.reason == "ended by SIGTERM" or "had not arrived" in info.reason
+    # Slurm's signal and the script's race; a rank that others left before either came says so
+    ended = ("ended by SIGTERM", "ended by SIGUSR1")
+    assert info.reason in ended or "had not arrived" in info.reason
     assert info.status in ("interrupted", "failed")
     assert 2 < len(before := store.load(run)[1]) < 35
     on = meshwise("measure", "collectives", *ELSEWHERE, "--resume", "--wait")
