@@ -50,10 +50,11 @@ class _Timed(NamedTuple):
 
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
     """Return the costs fitted to the ok samples of ``runs``, of clusters that are alike in all that
-    prices depend on; the costs have that of the first. ``law``: use this one for every curve that
+    prices depend on; the costs have that of the newest. ``law``: use this one for every curve that
     it can be fitted to."""
     refuse_unlike([info.cluster for info, _ in runs])
     info, run_ids = runs[0][0], tuple(info.run_id for info, _ in runs)
+    newest = max((info for info, _ in runs), key=lambda info: info.started)
     timed = [
         _Timed(
             sample,
@@ -92,7 +93,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     everything = [sample for _, samples in runs for sample in samples]
     products = [op.dtype for each in timed if isinstance(op := each.sample.case.op, Shaped)]
     costs = Costs(
-        cluster=info.cluster,
+        cluster=newest.cluster,
         dtype=_most_common(products, usual),
         lowering=_most_common(
             [one.sample.case.lowering for each in blocks for one in each.timed],
@@ -104,7 +105,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
         slowdowns=fit_slowdowns(everything, run_ids),
         spread=fit_spread(everything, info.world_size),
         runs=run_ids,
-        versions=max((info for info, _ in runs), key=lambda info: info.started).versions,
+        versions=newest.versions,
     )
     factors = fit_factors([(each.timed, each.about) for each in blocks], Prices(costs))
     return doubted(msgspec.structs.replace(costs, factors=factors))

@@ -62,7 +62,7 @@ def fit_curve(
     ``few``: sizes with fewer than three timings. ``law``: use this one, or else ``cubic``, and fit
     no other."""
     x, t, no_knots = _knots(points, few)
-    sheet = Datasheet(cluster) if cluster else None
+    sheet = Datasheet(cluster.specified) if cluster else None
     like = about["like"]
     bus = bus_factor(like) if isinstance(like, Collective) else 1.0
     lines = sheet.lines(like) if sheet and isinstance(like, Collective) else []

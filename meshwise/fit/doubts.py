@@ -65,7 +65,7 @@ def doubts(costs: Costs) -> list[str]:
     found += falling(costs)
     laws = [(of, times_of(of)) for of in costs.curves]
     for name, price in named:
-        if told := over_measured(price, Datasheet(costs.cluster)):
+        if told := over_measured(price, Datasheet(costs.cluster.specified)):
             ratios = {
                 label(Case(op=op)): 1 / ratio for op, ratio in zip(points(price), told, strict=True)
             }

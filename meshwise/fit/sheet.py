@@ -19,7 +19,7 @@ class OffSheet(Record, kw_only=True):
 
 def off_sheet(costs: Costs) -> list[OffSheet]:
     """Return how far the data sheet is off at each curve, then at each surface."""
-    sheet, found = Datasheet(costs.cluster), list[OffSheet]()
+    sheet, found = Datasheet(costs.cluster.specified), list[OffSheet]()
     prices: list[Curve | Surface] = [*costs.curves, *costs.surfaces]
     for price in prices:
         try:

@@ -29,7 +29,7 @@ KINDS = ("curves", "surfaces", "factors", "slowdowns")
 def transfer(runs: Runs, target: Cluster, law: LawName | None = None) -> Costs:
     """Return the costs of ``target`` that runs of another cluster give, each price named by it."""
     here = calibrate([(info, [*samples]) for info, samples in runs], law)
-    sheets = [Datasheet(cluster) for cluster in (runs[0][0].cluster, target)]
+    sheets = [Datasheet(cluster.specified) for cluster in (runs[0][0].cluster, target)]
     moved = []
     for info, samples in runs:
         found = list[Sample]()

@@ -112,7 +112,7 @@ def _loaded(paths: Sequence[Path]) -> list[tuple[RunInfo, list[Sample]]]:
             log.warning("these runs are of different versions: %s", mixed)
     if beside := fit.unlike([info.cluster for info, _ in loaded])[1]:
         told = "; ".join(beside)
-        log.warning("these hosts differ in what no price depends on: %s; the first counts", told)
+        log.warning("these hosts differ in what no price depends on: %s; the newest's count", told)
     for sample in (sample for _, samples in loaded for sample in samples):
         if sample.status == "error":
             log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)

@@ -157,8 +157,12 @@ def test_runs_on_hosts_of_other_sizes_make_one_costs_json_and_the_difference_is_
         info = known.info(run_id=f"202601{day}T000000-measure-profile-four")
         cluster = msgspec.structs.replace(info.cluster, host_cores=cores, name=f"of-{day}")
         known.write_run(
-            Path("runs"), msgspec.structs.replace(info, cluster=cluster), known.SAMPLES[:4]
+            Path("runs"),
+            msgspec.structs.replace(info, cluster=cluster, started=f"2026-01-{day}T00:00:00Z"),
+            known.SAMPLES[:4],
         )
-    costs = meshwise.calibrate(tuple(store.runs_of("runs")))
-    assert len(costs.runs) == 2 and costs.cluster.host_cores == 64
-    assert "no price depends on: host_cores = 64, 32; the first counts" in caplog.text
+    runs = tuple(store.runs_of("runs"))
+    for order in (runs, runs[::-1]):
+        costs = meshwise.calibrate(order)
+        assert len(costs.runs) == 2 and costs.cluster.host_cores == 32
+    assert "no price depends on: host_cores = 64, 32; the newest's count" in caplog.text
