@@ -94,7 +94,7 @@ class Course(Options):
     resume_from: File | None = None
     "Go on with the checkpoint in this folder, under any layout."
     resume: bool = False
-    "Go on with the checkpoint in --save, if there is one, up to the step asked for at first."
+    "Go on with the checkpoint in --save, if any, to the step asked for; one or two left are three."
 
     def check_mode(self) -> None:
         """Refuse what does not go with the mode, or with the rest."""

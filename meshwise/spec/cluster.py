@@ -86,6 +86,10 @@ class Cluster(Record, kw_only=True):
         return "nccl" if self.device.kind == "cuda" else "gloo"
 
     def check(self) -> None:
+        if self.usable_bytes <= 0:
+            self.fail(
+                "reserved_bytes", f"must be below device.memory_bytes, {self.device.memory_bytes}"
+            )
         reach = [tier.num_devices for tier in self.tiers]
         if reach != sorted(set(reach)):
             self.fail("tiers", "list tiers from the smallest reach to the largest")

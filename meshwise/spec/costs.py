@@ -1,11 +1,20 @@
 """Prices as ``calibrate`` writes them to costs.json: fitted curves with their error and range."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Block, Dtype, Lowering, Overlap, Regime, Shaped, Sized
 from meshwise.spec.recipe import Recipe
-from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
+from meshwise.spec.record import (
+    Count,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Record,
+)
 
 NOISY = 0.5  # median held-out error of what is too noisy to plan with
 # numbers of parameters of laws; -3: any multiple of 3
@@ -192,8 +201,8 @@ class Spread(Record, kw_only=True):
     """Differences between equal ranks, as standard deviations of logarithms of times: those that
     last as long as the ranks work, and those of single calls of a layer, which pass."""
 
-    lasting: NonNegativeFloat
-    passing: NonNegativeFloat
+    lasting: Annotated[float, Meta(ge=0, le=10)]
+    passing: Annotated[float, Meta(ge=0, le=10)]
 
 
 # fields of a recipe that change a step, and that no prediction knows
@@ -212,7 +221,7 @@ class Costs(Record, kw_only=True):
     dtype: Dtype
     lowering: Lowering
     recipe: Recipe = Recipe()
-    world_size: Positive = 1  # ranks that worked at once during the measurement
+    world_size: Count = 1  # ranks that worked at once during the measurement
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]
     factors: tuple[Factor, ...] = ()

@@ -51,7 +51,11 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
     else:
         asked = _prompted(asked) if asked.mode == "decode" else asked
         chosen = given.plan_of(asked)
-    asked = _going_on(asked, chosen) if asked.resume else asked
+    if asked.resume:
+        going_on = _going_on(asked, chosen)
+        if going_on is None:
+            return []
+        asked = going_on
     plans = [chosen, *_rivals(chosen, asked.rivals)]
     world.size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:
@@ -148,9 +152,10 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
     ]
 
 
-def _going_on(asked: RunOptions, plan: Plan) -> RunOptions:
+def _going_on(asked: RunOptions, plan: Plan) -> RunOptions | None:
     """Go on with the checkpoint in ``save``, if there is one, for the steps that are left of those
-    asked for: at least one is timed."""
+    asked for, warm-up and the untimed one behind it among them; for three at least, one of which is
+    timed. None if none is left."""
     from meshwise.engine import checkpoint, folder
 
     assert asked.save is not None
@@ -158,9 +163,17 @@ def _going_on(asked: RunOptions, plan: Plan) -> RunOptions:
         return asked
     counts = asked.counts(plan.cluster.device.kind)
     done = checkpoint.checked(asked.save, plan, asked.seed).step
-    steps = max(1, counts.steps - done)
+    if (left := counts.warmup + 1 + counts.steps - done) <= 0:
+        log.info(
+            "%s has all steps that were asked for: %d; --steps asks for more", asked.save, done
+        )
+        return None
+    warmup = min(counts.warmup, max(1, left - 2))
+    steps = max(1, left - 1 - warmup)
     log.info("going on with step %d of %s; steps to time: %d", done, asked.save, steps)
-    return dataclasses.replace(asked, resume_from=asked.save, resume=False, steps=steps)
+    return dataclasses.replace(
+        asked, resume_from=asked.save, resume=False, warmup=warmup, steps=steps
+    )
 
 
 def _alike(layout: Layout) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ process starts, and how results without a prediction are shown."""
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNe
 from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import apply as apply_verb
 from meshwise.verbs import given
+from meshwise.verbs import run as run_verb
 from meshwise.verbs.suite import listed, run_suite, swept
 from tests import sample_records as known
 from tests.sample_records import IMAGES, LLAMA, MOE
@@ -481,3 +483,20 @@ def test_a_plan_file_without_prices_runs_and_shows(capsys):
     assert meshwise.run(dry_run=True)[0].prediction is None
     assert call("show", "plan.json") == 0
     assert "dp2 ep2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("done", "then"),
+    [(0, (3, 5)), (2, (3, 3)), (4, (3, 1)), (5, (2, 1)), (6, (1, 1)), (7, (1, 1)), (8, (1, 1))],
+)
+def test_a_training_goes_on_to_the_step_that_was_asked_for(done, then, tmp_path, monkeypatch):
+    """Steps of warm-up, one, and those that are timed: 3 + 1 + 5 end at step 9."""
+    (tmp_path / "checkpoint.json").write_text("{}")
+    found = SimpleNamespace(step=done)
+    monkeypatch.setattr("meshwise.engine.checkpoint.checked", lambda *_: found)
+    asked = RunOptions(model=known.MODEL, save=tmp_path, resume=True, warmup=3, steps=5)
+    plan = SimpleNamespace(cluster=machine(2))
+    on = run_verb._going_on(asked, plan)
+    assert (on.warmup, on.steps) == then and on.resume_from == str(tmp_path) and not on.resume
+    found.step = 9
+    assert run_verb._going_on(asked, plan) is None
