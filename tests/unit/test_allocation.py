@@ -124,12 +124,37 @@ def test_without_a_launcher_an_option_says_whose_it_is(verb, option, owners, cap
         (("refit", "--timeout", "0s"), "error: --timeout = '0s': must be some time, as 60s\n"),
         (("measure", "gemm", "--array", "seq-len=64,b"),
          "error: --seq-len = 'b': must be a whole number\n"),
+        (("measure", "--model", "gpt-30m,lama-7b"),
+         "error: model 'lama-7b' is neither in the catalogue nor a config.json; did you mean "
+         "llama-2-7b?\n"),
+        (("run",), "error: plan.json does not exist; `meshwise plan` writes it\n"),
+        (("run", "my.json", "--save", "w"),
+         "error: my.json does not exist; `meshwise plan` writes it\n"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.usefixtures("here")
 def test_a_command_is_checked_before_it_is_submitted(words, said, more, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # no sbatch, which would be named otherwise
     assert _said(capsys, "--launcher", "slurm", *words, *more) == said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "my.json", "--container-image", "torch:2"),  # where a mount may hold it
+        ("measure", "--model", "/data/config.json", "--container-image", "torch:2"),
+        ("run", "--model", "gpt-30m"),
+        ("run", "--suite", "gpt.perf_test_manual"),
+        ("detect", "--no-measure"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_command_that_is_right_is_printed(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        app.main(["--launcher", "slurm", "--dry-run", *words])
+    assert end.value.code == 0
+    assert f"-m meshwise {words[0]}" in capsys.readouterr().out
 
 
 def test_help_lists_dry_run(capsys):
