@@ -10,13 +10,13 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_467,
+    "cli": 1_499,
     "engine": 3_270,
     "fit": 1_407,
-    "launch": 1_818,
+    "launch": 1_850,
     "models": 4_926,
     "nn": 1_362,
-    "options": 1_396,
+    "options": 1_422,
     "pages": 6_510,
     "parallel": 3_196,
     "prices": 1_704,

@@ -1,6 +1,8 @@
 """``meshwise --launcher NAME ... VERB ...``: a command that runs on a part of a cluster."""
 
 import importlib
+from collections.abc import Callable
+from inspect import BoundArguments
 from typing import Annotated, Any
 
 import cyclopts
@@ -11,6 +13,9 @@ from meshwise.cli.output import DONE, emit
 from meshwise.options.allocation import Allocation, belongs
 
 FLAG, HERE = "--launcher", Allocation()
+_NO_PLAN = ("model", "suite", "sweep", "list_suites")  # a run that has one of these has no plan
+_DRY = "Only print what would be submitted, or on Ray which hosts would be taken."
+_Parse = Callable[[list[str]], tuple[Any, BoundArguments, dict[str, Any]]]
 
 
 def named_in(words: list[str]) -> bool:
@@ -25,8 +30,9 @@ def astray(flag: str) -> str:
     return f"{flag}: {belongs(name)}; give that, or leave it out" if is_ours else ""
 
 
-def start(words: list[str]) -> int:
-    """Split the command line into place and command, and start it there."""
+def start(words: list[str], parse: _Parse) -> int:
+    """Split the command line into place and command, and start it there. ``parse``: raises an error
+    if the command's own words are wrong."""
     app = cyclopts.App(
         name="meshwise",
         help=start_here.__doc__,
@@ -38,19 +44,27 @@ def start(words: list[str]) -> int:
         result_action="return_value",
     )
     app.default(start_here)
-    return int(app(words) or 0)
+    command, bound, own = app.parse_args(words)
+    return int(command(*bound.args, **bound.kwargs, **dict.fromkeys(own, parse)) or 0)
 
 
 def start_here(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
     place: Annotated[Allocation, flags(Allocation)] = HERE,
+    dry_run: Annotated[bool, Parameter(help=_DRY)] = False,
+    parse: Annotated[_Parse, Parameter(parse=False)],
 ) -> int:
     """Run detect, measure, run or refit on a part of a cluster: the command as it is on one
     machine, with --launcher and the options below anywhere in it."""
-    from meshwise.launch.errand import Errand
+    from meshwise.launch.errand import Errand, image
+    from meshwise.launch.slurm_script import swept
 
-    is_dry = "--dry-run" in command or place.launcher == "kubernetes"
-    errand = Errand(tuple(word for word in command if word != "--dry-run"), is_dry)
+    errand = Errand(command, dry_run or place.launcher == "kubernetes")
+    flag, values = ("", [""]) if place.array is None else swept(place.array)
+    for value in values:
+        _, bound, _ = parse([*command, f"--{flag}", value] if flag else [*command])
+        if image(place) is None:
+            _look_up(errand.verb, bound.arguments.get("asked"))
     engine = importlib.import_module(f"meshwise.launch.{place.launcher}")
     sizes = {"nodes", "gpus_per_node", "nproc_per_node"}
     if place.launcher == "ray" and errand.verb == "detect" and not place.said().keys() & sizes:
@@ -58,6 +72,22 @@ def start_here(
             [host._asdict() for host in engine.hosts(errand, place)], "--json" in command
         )
     return int(engine.start(errand, place))
+
+
+def _look_up(verb: str, asked: Any) -> None:
+    """Find the command's models and plan, as hosts without a container have the files of this one.
+    A ValueError names what is not found."""
+    from meshwise.models import catalogue
+
+    models = getattr(asked, "model", None) or ()
+    for model in (models,) if isinstance(models, str) else models:
+        catalogue.find_any(model)
+    if verb == "run" and not any(getattr(asked, name, None) for name in _NO_PLAN):
+        from meshwise.spec import Plan
+        from meshwise.verbs import files
+        from meshwise.verbs.run import DEFAULT_PLAN
+
+        files.take(getattr(asked, "plan", None) or DEFAULT_PLAN, Plan)
 
 
 def _listed(hosts: list[dict[str, Any]], json: bool) -> int:

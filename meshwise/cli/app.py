@@ -115,7 +115,9 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         return (
-            allocation.start(words) if allocation.named_in(words) else _app()(arguments)
+            allocation.start(words, _app().parse_args)
+            if allocation.named_in(words)
+            else _app()(arguments)
         ) or DONE, ""
     except cyclopts.CycloptsError as error:
         return BAD_INPUT, _in_words(error)

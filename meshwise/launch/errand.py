@@ -21,10 +21,11 @@ class Errand:
     is_dry: bool = False
 
     def __post_init__(self) -> None:
-        if self.verb not in VERBS:
+        is_import = self.words[:2] == ("measure", "import")
+        if is_import or self.verb not in VERBS:
+            named = "measure import" if is_import else self.verb or "no verb"
             raise ValueError(
-                f"{self.verb or 'no verb'}: needs no ranks; leave --launcher out, or give one of "
-                f"{', '.join(VERBS)}"
+                f"{named}: needs no ranks; leave --launcher out, or give one of {', '.join(VERBS)}"
             )
 
     @property
@@ -46,10 +47,17 @@ class Errand:
         return [python, "-m", "meshwise", *self.words]
 
     @property
+    def can_go_on(self) -> bool:
+        """Return whether the command, started again after it was ended early, goes on from there.
+        Others would begin anew."""
+        if self.verb == "measure":
+            return self.words[1:2] != ("ring",)
+        return self.verb == "run" and bool(self.value("save"))
+
+    @property
     def going_on(self) -> list[str]:
         """Return the words to add when the command starts again after it was ended early."""
-        can = self.verb == "measure" or (self.verb == "run" and self.value("save"))
-        return ["--resume"] if can and "--resume" not in self.words else []
+        return ["--resume"] if self.can_go_on and "--resume" not in self.words else []
 
     def folder(self, place: Allocation) -> Path:
         """Return the absolute path of the folder of the script and the logs."""

@@ -2,16 +2,17 @@
 
 A JobSet and a PyTorchJob (Kubeflow's training operator), either of which runs the command: one pod
 a host, in it one torchrun that starts the host's ranks. A mount's source is a claim's name, or an
-absolute path of the host.
+absolute path of the host. One mount holds the working directory, which is that of this process.
 """
 
 import json
+import os
 import re
+from pathlib import PurePosixPath
 from typing import Any
 
 from meshwise.launch.errand import Errand, image
 from meshwise.options.allocation import Allocation
-from meshwise.units import parse_seconds
 
 _PORT = 29500
 
@@ -33,7 +34,7 @@ def job_set(errand: Errand, place: Allocation) -> dict[str, Any]:
         node_rank="$(JOB_COMPLETION_INDEX)",
         master=f"--master-addr={name}-hosts-0-0.{name}",
     )
-    limit = {} if (s := _limit_s(place)) is None else {"activeDeadlineSeconds": s}
+    limit = {} if (s := place.limit_s) is None else {"activeDeadlineSeconds": s}
     job = {
         "parallelism": place.nodes,
         "completions": place.nodes,
@@ -58,7 +59,7 @@ def pytorch_job(errand: Errand, place: Allocation) -> dict[str, Any]:
     the pod, MASTER_ADDR and MASTER_PORT."""
     template = _pod(errand, place, node_rank="$(RANK)", master="--master-addr=$(MASTER_ADDR)")
     replicas = {"Master": 1, "Worker": place.nodes - 1}
-    limit = {} if (s := _limit_s(place)) is None else {"activeDeadlineSeconds": s}
+    limit = {} if (s := place.limit_s) is None else {"activeDeadlineSeconds": s}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -84,16 +85,16 @@ def _pod(errand: Errand, place: Allocation, *, node_rank: str, master: str) -> d
     torchrun += [f"--nproc-per-node={place.ranks_per_node}", f"--node-rank={node_rank}"]
     torchrun += [master, f"--master-port={_PORT}"]
     mounts = {"shm": ({"emptyDir": {"medium": "Memory"}}, "/dev/shm")}
-    for number, mount in enumerate(place.container_mounts):
-        source, _, target = mount.partition(":")
+    for number, (source, target) in enumerate(_mounts(place)):
         on_host = {"hostPath": {"path": source}}
         volume = on_host if source.startswith("/") else _claim(source)
-        mounts[f"mount-{number}"] = volume, target or source
+        mounts[f"mount-{number}"] = volume, target
     gpus = {"nvidia.com/gpu": place.gpus_per_node} if place.gpus_per_node else {}
     container = {
         "name": "pytorch",
         "image": found,
         "command": [python, *torchrun, *program],
+        "workingDir": os.getcwd(),
         "resources": {"limits": gpus},
         "volumeMounts": [{"name": n, "mountPath": path} for n, (_, path) in mounts.items()],
     }
@@ -104,6 +105,24 @@ def _pod(errand: Errand, place: Allocation, *, node_rank: str, master: str) -> d
             "volumes": [{"name": n, **volume} for n, (volume, _) in mounts.items()],
         }
     }
+
+
+def _mounts(place: Allocation) -> list[tuple[str, str]]:
+    """Return source and target of each mount. ValueError if none holds the working directory: what
+    is written there would be gone with the pod."""
+    here = os.getcwd()
+    found = []
+    for mount in place.container_mounts:
+        source, _, target = mount.partition(":")
+        if not source or not target.startswith("/") or ":" in target:
+            raise ValueError(f"container_mounts = {mount!r}: write SOURCE:TARGET, as data:/data")
+        found.append((source, target))
+    if not any(PurePosixPath(here).is_relative_to(target) for _, target in found):
+        raise ValueError(
+            f"container_mounts: none holds the working directory {here}, where results are "
+            f"written; add CLAIM:{here}"
+        )
+    return found
 
 
 def _claim(name: str) -> dict[str, Any]:
@@ -117,7 +136,3 @@ def _name(errand: Errand, place: Allocation) -> str:
             f"run_id = {name!r}: names a JobSet; use up to 40 of a-z, 0-9 and -, a letter first"
         )
     return name
-
-
-def _limit_s(place: Allocation) -> int | None:
-    return None if place.time is None else int(parse_seconds(str(place.time), "time"))

@@ -12,7 +12,6 @@ from pathlib import Path
 from meshwise.launch.errand import Errand, image
 from meshwise.options.allocation import Allocation
 from meshwise.text import plain
-from meshwise.units import parse_seconds
 
 NOTICE_S = 120  # between Slurm's signal and the time limit
 ENDING_S = 300  # for the other ranks to end after the first
@@ -39,10 +38,10 @@ $MASTER_ADDR" >&2
 
 program=({program})
 {changes}
-# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
-again=0
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit.
+is_late=0
 trap 'kill -USR1 "$step"' TERM INT
-trap 'again=1; kill -USR1 "$step"' USR1
+trap 'is_late=1; kill -USR1 "$step"' USR1
 srun {options} ${{SLURM_STEP_ID:+--overlap}} {inside}"${{program[@]}}" &
 step=$!
 code=0
@@ -50,7 +49,7 @@ while kill -0 "$step" 2>/dev/null; do
     code=0
     wait "$step" || code=$?
 done
-if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$is_late" = 1 ]; then {at_limit}; fi
 exit "$code"
 """
 
@@ -84,7 +83,18 @@ def body(errand: Errand, place: Allocation) -> str:
         changes="".join(f"{line}\n" for line in changes),
         options=shlex.join([*step, *options]),
         inside=f"{shlex.join(inside)} " if inside else "",
+        at_limit=_at_limit(errand),
     )
+
+
+def _at_limit(errand: Errand) -> str:
+    """Return what the script does at the time limit: queue the job again if it can go on, for
+    otherwise it would start over at every limit."""
+    if errand.can_go_on:
+        return 'scontrol requeue "$SLURM_JOB_ID"'
+    save = "add --save FOLDER, with which it goes on, or " if errand.verb == "run" else ""
+    said = f"error: time limit: this command cannot go on; {save}give a longer --time"
+    return f"echo {shlex.quote(said)} >&2"
 
 
 def swept(array: str) -> tuple[str, list[str]]:
@@ -99,7 +109,6 @@ def swept(array: str) -> tuple[str, list[str]]:
 def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
     """Yield the options of sbatch."""
     log = str(folder).replace("%", "%%") + ("/%A_%a" if place.array else "/%j")
-    limit = None if place.time is None else parse_seconds(str(place.time), "time")
     given = {
         "job-name": f"meshwise-{errand.verb}",
         "nodes": place.nodes,
@@ -108,7 +117,7 @@ def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
         "partition": place.partition,
         "account": place.account,
         "constraint": place.constraint,
-        "time": None if limit is None else max(1, -(-int(limit) // 60)),
+        "time": place.limit_s and -(-place.limit_s // 60),
         "array": None if place.array is None else f"0-{len(swept(place.array)[1]) - 1}",
         "output": f"{log}.out",
         "error": f"{log}.err",
@@ -118,7 +127,7 @@ def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
     for name, value in given.items():
         if value is not None:
             yield f"--{name}={quoted(name, str(value))}"
-    yield "--requeue"
+    yield "--requeue" if errand.can_go_on else "--no-requeue"
     for line in place.sbatch:
         if not line.startswith("-"):
             raise ValueError(f"sbatch = {line!r}: must be an option of sbatch, as --qos=high")

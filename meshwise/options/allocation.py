@@ -1,13 +1,16 @@
 """The part of a cluster on which a command runs when it does not start its ranks itself."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwise.options import Options, Positive, Range
 from meshwise.options import Time as Duration
+from meshwise.units import some_seconds
 
 Launcher = Literal["slurm", "ray", "kubernetes"]
 _CONTAINER = {"run_id", "container_image", "container_mounts", "time"}
+_LEAST_S = 180  # on Slurm, which tells the job 120 s before its limit
 # What belongs to some launchers. All take the other fields.
 _OWN: dict[Launcher, set[str]] = {
     "slurm": _CONTAINER
@@ -45,7 +48,10 @@ class Allocation(Options):
     container_image: str | None = None
     "By default CONTAINER_IMAGE of the environment."
     container_mounts: tuple[str, ...] = ()
-    "SOURCE:TARGET, as the container sees it; may be repeated. The working directory always is."
+    (
+        "SOURCE:TARGET, as the container sees it; may be repeated. On Slurm the working directory "
+        "always is; on Kubernetes one has to hold it."
+    )
     container_engine: Literal["pyxis", "apptainer"] = "pyxis"
     "Of Slurm: srun's plugin for enroot, or apptainer exec."
     partition: str | None = None
@@ -55,7 +61,7 @@ class Allocation(Options):
     constraint: str | None = None
     "Of Slurm: features of the nodes."
     time: Duration | None = None
-    "Time limit, as 30m or 2h."
+    "Time limit, as 30m, 2h, 12:00:00 or 1-00:00:00; on Slurm at least 3m."
     sbatch: tuple[str, ...] = ()
     "Another option of sbatch, as --qos=high; may be repeated."
     array: str | None = None
@@ -73,10 +79,30 @@ class Allocation(Options):
         for name, value in self.said().items():
             if not self.takes(name):
                 raise ValueError(f"{name} = {value!r}: {belongs(name)}; give that, or leave it out")
+        limit_s = self.limit_s  # one that is no time is refused at once
+        if self.launcher == "slurm" and limit_s is not None and limit_s < _LEAST_S:
+            raise ValueError(
+                f"time = {self.time!r}: must be at least 3m, as Slurm tells the job 2 minutes "
+                "before the limit"
+            )
 
     def takes(self, name: str) -> bool:
         """Return whether an option belongs to this launcher."""
         return name in _OWN[self.launcher] or not any(name in own for own in _OWN.values())
+
+    @property
+    def limit_s(self) -> int | None:
+        """The time limit in whole seconds, also of Slurm's D-HH:MM:SS and HH:MM:SS. A ValueError
+        refuses a plain number, which is minutes to Slurm and seconds to our other options."""
+        if self.time is None:
+            return None
+        text = str(self.time)
+        if parts := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text, re.ASCII):
+            days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+            text = f"{days * 86400 + hours * 3600 + minutes * 60 + seconds}s"
+        elif re.fullmatch(r"[\d.]+", text, re.ASCII):
+            raise ValueError(f"time = {self.time!r}: has no unit; write {text}m or {text}s")
+        return round(some_seconds("time", text))
 
     @property
     def ranks_per_node(self) -> int:

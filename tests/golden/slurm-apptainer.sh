@@ -22,10 +22,10 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0},
 program=(python3 -m meshwise measure collectives all_reduce --model gpt-30m --json)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 
-# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
-again=0
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit.
+is_late=0
 trap 'kill -USR1 "$step"' TERM INT
-trap 'again=1; kill -USR1 "$step"' USR1
+trap 'is_late=1; kill -USR1 "$step"' USR1
 srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} bash -c 'command -v "$0" > /dev/null || {
     [ "${SLURM_LOCALID:-0}" != 0 ] ||
         echo "error: $0: not found on $(hostname); load it, or give --container-engine pyxis" >&2
@@ -39,5 +39,5 @@ while kill -0 "$step" 2>/dev/null; do
     code=0
     wait "$step" || code=$?
 done
-if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$is_late" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -28,10 +28,10 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0},
 program=(python3 -m meshwise run plan.json --save 'my weights' --save-every 10)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 
-# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
-again=0
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit.
+is_late=0
 trap 'kill -USR1 "$step"' TERM INT
-trap 'again=1; kill -USR1 "$step"' USR1
+trap 'is_late=1; kill -USR1 "$step"' USR1
 srun --nodes=4 --ntasks-per-node=8 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
@@ -39,5 +39,5 @@ while kill -0 "$step" 2>/dev/null; do
     code=0
     wait "$step" || code=$?
 done
-if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$is_late" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -8,7 +8,7 @@
 #SBATCH --error=/home/me/runs/jobs/ID/%j.err
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
-#SBATCH --requeue
+#SBATCH --no-requeue
 
 set -euo pipefail
 cd -- /home/me
@@ -21,10 +21,10 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0},
 
 program=(python3 -m meshwise refit --scenario tp2-tp4)
 
-# At USR1 ranks keep what they have and end. Slurm sends it before the time limit: start again.
-again=0
+# At USR1 ranks keep what they have and end. Slurm sends it before the time limit.
+is_late=0
 trap 'kill -USR1 "$step"' TERM INT
-trap 'again=1; kill -USR1 "$step"' USR1
+trap 'is_late=1; kill -USR1 "$step"' USR1
 srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 --container-image=/images/torch.sqsh --container-mounts=/data:/data,/home/me:/home/me --container-workdir=/home/me ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
@@ -32,5 +32,5 @@ while kill -0 "$step" 2>/dev/null; do
     code=0
     wait "$step" || code=$?
 done
-if [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$is_late" = 1 ]; then echo 'error: time limit: this command cannot go on; give a longer --time' >&2; fi
 exit "$code"

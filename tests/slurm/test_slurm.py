@@ -213,6 +213,18 @@ def test_a_requeued_training_goes_on_as_if_it_had_not_ended(meshwise, slurm, tmp
     assert _losses(second) == pytest.approx(_losses(near)[step:], rel=1e-6)
 
 
+def test_a_training_that_saves_nothing_ends_at_the_time_limit(meshwise, slurm, tmp_path):
+    sent = meshwise(*GPT, "--steps", "1000", *ELSEWHERE, "--run-id", "unsaved")
+    assert sent.returncode == 0, sent.stderr
+    (job,) = _squeue(slurm)
+    log = tmp_path / f"runs/jobs/unsaved/{job}.err"
+    _until(lambda: log.exists() and "step 3: " in log.read_text())
+    _told(slurm, "scancel", "--signal=USR1", "--batch", job)
+    _until(lambda: not _squeue(slurm))
+    assert "this command cannot go on; add --save FOLDER" in log.read_text()
+    assert "start 1" not in log.read_text()
+
+
 def test_ring_attention_and_refits_cross_hosts(meshwise, tmp_path):
     ring = meshwise("measure", "ring", *ELSEWHERE, "--seq-lengths", "256", "--ring-sizes", "4",
                     "--wait")  # fmt: skip

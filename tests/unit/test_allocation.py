@@ -53,6 +53,36 @@ def test_a_launcher_takes_its_own_options_and_refuses_others(launcher):
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "limit_s"),
+    [("30m", 1800), ("2h", 7200), ("3m", 180), ("200.4s", 200), ("1.1h", 3960), ("00:03:00", 180),
+     ("12:30:00", 45_000), ("1-00:00:00", 86_400), ("7-01:02:03", 608_523)],
+)  # fmt: skip
+def test_a_time_limit_is_ours_or_slurms(text, limit_s):
+    assert Allocation(time=text).limit_s == limit_s
+    assert Allocation(time=text, launcher="kubernetes").limit_s == limit_s
+
+
+@pytest.mark.parametrize("time", ["30", "1.5", 30])
+def test_a_time_limit_without_unit_is_refused(time):
+    """It is minutes to who knows Slurm."""
+    for launcher in ("slurm", "kubernetes"):
+        with pytest.raises(ValueError) as refused:
+            Allocation(launcher=launcher, time=time)
+        assert str(refused.value) == f"time = {time!r}: has no unit; write {time}m or {time}s"
+
+
+def test_a_time_limit_leaves_room_for_slurms_notice():
+    for text in ("30s", "179s", "00:02:59"):
+        with pytest.raises(ValueError, match=f"^time = '{text}': must be at least 3m, as Slurm"):
+            Allocation(time=text)
+    assert Allocation(launcher="kubernetes", time="30s").limit_s == 30
+    for text in ("30:00", "1-00", "soon", "-3m", "0s"):
+        for launcher in ("slurm", "kubernetes"):
+            with pytest.raises(ValueError, match=f"^time = '{text}'"):
+                Allocation(launcher=launcher, time=text)
+
+
 def _said(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as end:
         app.main([*words])
@@ -83,3 +113,52 @@ def test_without_a_launcher_an_option_says_whose_it_is(verb, option, owners, cap
     said = _said(capsys, *verb, *option)
     assert said.endswith(f": belongs to --launcher {owners}; give that, or leave it out\n")
     assert said.startswith(f"error: {option[0].partition('=')[0]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("measure", "gemm", "--modell", "x"),
+         "error: Unknown option: --modell. Did you mean --model?\n"),
+        (("run", "--steps", "many"), "error: --steps = 'many': must be a whole number\n"),
+        (("refit", "--timeout", "0s"), "error: --timeout = '0s': must be some time, as 60s\n"),
+        (("measure", "gemm", "--array", "seq-len=64,b"),
+         "error: --seq-len = 'b': must be a whole number\n"),
+        (("measure", "--model", "gpt-30m,lama-7b"),
+         "error: model 'lama-7b' is neither in the catalogue nor a config.json; did you mean "
+         "llama-2-7b?\n"),
+        (("run",), "error: plan.json does not exist; `meshwise plan` writes it\n"),
+        (("run", "my.json", "--save", "w"),
+         "error: my.json does not exist; `meshwise plan` writes it\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.usefixtures("here")
+def test_a_command_is_checked_before_it_is_submitted(words, said, more, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no sbatch, which would be named otherwise
+    assert _said(capsys, "--launcher", "slurm", *words, *more) == said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "my.json", "--container-image", "torch:2"),  # where a mount may hold it
+        ("measure", "--model", "/data/config.json", "--container-image", "torch:2"),
+        ("run", "--model", "gpt-30m"),
+        ("run", "--suite", "gpt.perf_test_manual"),
+        ("detect", "--no-measure"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_command_that_is_right_is_printed(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        app.main(["--launcher", "slurm", "--dry-run", *words])
+    assert end.value.code == 0
+    assert f"-m meshwise {words[0]}" in capsys.readouterr().out
+
+
+def test_help_lists_dry_run(capsys):
+    with pytest.raises(SystemExit) as end:
+        app.main(["--launcher", "slurm", "--help"])
+    assert end.value.code == 0
+    assert "--dry-run " in capsys.readouterr().out

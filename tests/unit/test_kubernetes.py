@@ -1,6 +1,8 @@
 """Kubernetes' manifests: golden files, and what they must not do."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 
@@ -15,18 +17,49 @@ PLACE = Allocation(
 )  # fmt: skip
 
 
+def _holding(place: Allocation = PLACE) -> Allocation:
+    """Add a mount that holds the working directory."""
+    return replace(place, container_mounts=(*place.container_mounts, f"home:{os.getcwd()}"))
+
+
 @pytest.fixture(autouse=True)
 def _nothing_set(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONTAINER_IMAGE", raising=False)
 
 
 def test_manifests_are_as_before(golden, capsys):
-    assert kubernetes.start(Errand(WORDS), PLACE) == 0
-    golden("kubernetes.yaml", capsys.readouterr().out)
+    assert kubernetes.start(Errand(WORDS), _holding()) == 0
+    golden("kubernetes.yaml", capsys.readouterr().out.replace(os.getcwd(), "/home/me"))
+
+
+def test_results_outlive_the_pods():
+    """They are written below the working directory, which a mount has to hold."""
+    here, above = os.getcwd(), os.path.dirname(os.getcwd())
+    for mount in (f"home:{here}", f"home:{above}/", f"/nfs:{above}"):
+        made = kubernetes.job_set(Errand(WORDS), replace(PLACE, container_mounts=("a:/a", mount)))
+        (job,) = made["spec"]["replicatedJobs"]
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert container["workingDir"] == here
+    for mounts in ((), ("a:/a",), (f"home:{here}/runs",), (f"home:{here}2",)):
+        with pytest.raises(ValueError) as refused:
+            kubernetes.job_set(Errand(WORDS), replace(PLACE, container_mounts=mounts))
+        assert str(refused.value) == (
+            f"container_mounts: none holds the working directory {here}, where results are "
+            f"written; add CLAIM:{here}"
+        )
+
+
+@pytest.mark.parametrize("mount", ["data", "data:", ":/data", "data:x", "data:/data:ro"])
+def test_a_mount_is_a_source_and_an_absolute_target(mount):
+    with pytest.raises(ValueError) as refused:
+        kubernetes.job_set(Errand(WORDS), _holding(replace(PLACE, container_mounts=(mount,))))
+    assert str(refused.value) == (
+        f"container_mounts = {mount!r}: write SOURCE:TARGET, as data:/data"
+    )
 
 
 def test_one_host_has_no_workers_and_no_gpus_are_asked_for_on_cpus():
-    place = Allocation(launcher="kubernetes", container_image="torch:2", nproc_per_node=2)
+    place = _holding(Allocation(launcher="kubernetes", container_image="torch:2", nproc_per_node=2))
     made = kubernetes.pytorch_job(Errand(("measure",)), place)
     assert list(made["spec"]["pytorchReplicaSpecs"]) == ["Master"]
     assert "nvidia.com/gpu" not in json.dumps(made)
@@ -34,7 +67,7 @@ def test_one_host_has_no_workers_and_no_gpus_are_asked_for_on_cpus():
 
 
 def test_a_word_is_no_variable_of_kubernetes():
-    made = kubernetes.job_set(Errand(WORDS), PLACE)
+    made = kubernetes.job_set(Errand(WORDS), _holding())
     (job,) = made["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-1] == "$$(HOME) $x; 'a'"
@@ -44,4 +77,4 @@ def test_what_a_manifest_lacks_is_named():
     with pytest.raises(ValueError, match="give --container-image"):
         kubernetes.job_set(Errand(WORDS), Allocation(launcher="kubernetes"))
     with pytest.raises(ValueError, match=r"^run_id = 'A b': names a JobSet"):
-        kubernetes.job_set(Errand(WORDS), Allocation(run_id="A b", container_image="x"))
+        kubernetes.job_set(Errand(WORDS), _holding(replace(PLACE, run_id="A b")))

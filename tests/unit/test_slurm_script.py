@@ -34,6 +34,7 @@ SCRIPTS = {
         Allocation(gpus_per_node=4, container_image="torch.sif", container_engine="apptainer",
                    container_mounts=("/my data:/data",)),
     ),
+    "unsaved": (("run", "plan.json"), Allocation(nproc_per_node=2, python="python3")),
     "array": (MEASURE, Allocation(nproc_per_node=2, array="seq_len=1024,2048", python="python3")),
     "hostile": (
         ("measure", "gemm", "--model", "$(touch x); 'a' \"b\" `c`"),
@@ -102,12 +103,13 @@ _WORDS = st.text(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(_WORDS, max_size=4), image=_WORDS, mount=_WORDS)
 def test_every_word_reaches_the_ranks_as_it_was_typed(words, image, mount):
-    errand = Errand(("measure", *words))
+    errand = Errand(("measure", "gemm", *words))
     place = Allocation(container_image=image, container_mounts=(mount,), python="python3")
     found = _given_to_srun(body(errand, place))
     assert f"--container-image={image}" in found
     assert f"--container-mounts={mount},{os.getcwd()}:{os.getcwd()}" in found
-    assert found[found.index("python3") :] == ["python3", "-m", "meshwise", "measure", *words]
+    assert found[found.index("python3") :] == ["python3", "-m", "meshwise", *errand.words]
+    assert errand.words == ("measure", "gemm", *words)
 
 
 def test_apptainer_gets_image_mounts_and_command():
@@ -128,6 +130,42 @@ def test_a_job_that_starts_again_goes_on():
     assert _given_to_srun(asked, SLURM_RESTART_COUNT="2").count("--resume") == 1
     detect = body(Errand(("detect",)), Allocation())
     assert "--resume" not in _given_to_srun(detect, SLURM_RESTART_COUNT="1")
+
+
+_LATE = """#!/bin/bash
+trap 'kill $!; exit 138' USR1
+until read -r _ _ state _ < /proc/$PPID/stat && [ "$state" = S ]; do :; done  # it waits for this
+kill -USR1 $PPID
+sleep 60 & wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "goes_on"),
+    [
+        (("measure",), True),
+        (("measure", "gemm", "--resume"), True),
+        (("run", "--save", "weights"), True),
+        (("run", "--save=weights", "--resume"), True),
+        (("run", "plan.json"), False),
+        (("measure", "ring"), False),
+        (("detect",), False),
+        (("refit",), False),
+    ],
+)
+def test_at_the_time_limit_a_job_is_queued_again_only_if_it_goes_on(words, goes_on):
+    """Any other would start over at every limit."""
+    text = script(Errand(words), Allocation(), Path("/runs"))
+    assert ("#SBATCH --requeue" in text, "#SBATCH --no-requeue" in text) == (goes_on, not goes_on)
+    environment = _stubs(Path.cwd())
+    (Path.cwd() / "tools/srun").write_text(_LATE)
+    (Path.cwd() / "tools/scontrol").write_text('#!/bin/bash\necho "$*" >> asked\necho n1\n')
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    assert done.returncode == 138
+    assert ("requeue 1" in Path("asked").read_text()) == goes_on
+    told = "error: time limit: this command cannot go on; "
+    assert (told in done.stderr) == (not goes_on)
+    assert ("add --save FOLDER" in done.stderr) == (words == ("run", "plan.json"))
 
 
 def test_a_job_of_an_array_has_its_value():
@@ -154,7 +192,7 @@ def test_a_value_is_one_word_of_its_line_or_refused(text):
 
 
 def test_a_command_without_ranks_is_refused():
-    for words in (("plan", "gpt-30m"), (), ("--json",)):
+    for words in (("plan", "gpt-30m"), ("measure", "import", "log"), (), ("--json",)):
         with pytest.raises(ValueError, match="needs no ranks; leave --launcher out"):
             Errand(words)
 
