@@ -5,6 +5,7 @@ Values are drawn from the annotations themselves, so a new record or field is te
 
 import hashlib
 import json
+import math
 import re
 import typing
 from collections.abc import Callable
@@ -151,6 +152,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "layers": (5,) * 3 * f["stages_per_rank"],
     },
     Cluster: lambda f: {
+        "reserved_bytes": f["reserved_bytes"] % f["device"].memory_bytes,
         "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)
     },
     Prediction: lambda f: {"stage_times": ()},  # one for each stage, and others draw those
@@ -217,7 +219,8 @@ def drawn(hint: Any) -> st.SearchStrategy[Any]:
         return st.integers(args[1].ge, most if args[1].le is None else min(most, args[1].le))
     if origin is typing.Annotated:
         low = args[1].ge if args[1].gt is None else args[1].gt
-        return st.floats(low, 1e18, exclude_min=args[1].gt is not None)
+        high = min(1e18, math.inf if args[1].le is None else args[1].le)
+        return st.floats(low, high, exclude_min=args[1].gt is not None)
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin in (typing.Union, UnionType):
