@@ -371,7 +371,10 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
         ),
         (lambda: Layout(sequence_parallel=True), "Layout.sequence_parallel = True: shards over tp"),
         (lambda: Model(hidden=10, layers=1, heads=3, ffn=8), "Model.heads = 3: must divide hidden"),
-        (lambda: cluster_of(4, Tier(name="pair", num_devices=2)), "must reach all 4 devices"),
+        (
+            lambda: cluster_of(4, Tier(name="pair", num_devices=2)),
+            "Cluster.tiers = pair: reach 2 devices; the last must reach all 4",
+        ),
         (
             lambda: cluster_of(2, Tier(name="b", num_devices=2), Tier(name="a", num_devices=1)),
             "list tiers from the smallest reach to the largest",
