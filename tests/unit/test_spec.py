@@ -85,6 +85,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "not_computed": f["not_computed"] + "." * bool(f["more_weights"]),
     },
     Experts: lambda f: {
+        "load": f["load"] if isinstance(f["load"], str) else float(f["num_experts"]),
         "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
         "top_groups": min(f["groups"], f["top_groups"]),
         "capacity_factor": (f["capacity_factor"] or 1.5) if f["group_size"] else None,
