@@ -1,7 +1,7 @@
 """``meshwise VERB ...``: load the verb's module when it is called, turn errors into one line.
 
 Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed or ranks died,
-130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
+130 interrupted, 143, 129 or 138 ended by SIGTERM, SIGHUP or SIGUSR1.
 """
 
 import difflib
@@ -29,7 +29,7 @@ Each verb takes the files of the one before from the working directory and says 
 On a cluster detect, measure, run and refit take --launcher slurm, ray or kubernetes; meshwise \
 --launcher slurm --help lists what goes with it.
 Exit codes: 0 done, 2 bad input, 3 compare found what --fail-if names, 4 cases failed or ranks \
-died, 130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
+died, 130 interrupted, 143, 129 or 138 ended by SIGTERM, SIGHUP or SIGUSR1.
 """
 
 _VERBS = {

@@ -31,7 +31,7 @@ def as_typed(said: str, words: list[str]) -> str:
     names = {*_ALSO.get(field[1], ()), *_flags(Options, field[1])}
     if not (given := sorted({field[1], *names} & typed.keys() - {""})):
         return said[field.start(1) :] if names else said
-    flag = max(given, key=lambda name: typed[name] in (field[2] or ""))
+    flag = max(given, key=lambda name: (typed[name] in (field[2] or ""), name == field[1]))
     return f"--{flag.replace('_', '-')}{said[field.end(1) :]}"
 
 

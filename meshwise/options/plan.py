@@ -45,9 +45,15 @@ class PlanOptions(Options):
     measured_only: bool = False
     "Refuse prices of data sheets: a missing measurement is then an error."
     global_batch_size: Many | None = None
-    "Sequences in a step. Of several, as 256,512,1024: plan the one with the most tokens a second."
+    (
+        "Sequences in a step; 8 a device of the cluster by default, at least 32 (on CPUs 2 and 8). "
+        "Of several, as 256,512,1024: plan the one with the most tokens a second."
+    )
     seq_len: int | None = None
-    "Tokens in a sequence."
+    (
+        "Tokens in a sequence; 1,024 by default (on CPUs 128), or the model's length if that is "
+        "shorter. A model's longer one has to be given, as 8192."
+    )
     seq_lens: File | None = None
     (
         "A file of lengths of sequences, in tokens: also say how long steps take if microbatches "
@@ -138,21 +144,29 @@ class PlanOptions(Options):
             raise ValueError(f"{name}: it searches, and a layout is given; leave one of them out")
         if sizing and self.gpus is not None:
             raise ValueError(
-                f"gpus = {self.gpus}: {sizing[0]} chooses how many; leave one of them out"
+                f"gpus = {self.gpus}: --{sizing[0]} chooses how many; leave one of them out"
             )
         for name in ("layout", "fewest", "deadline") if len(self.batches) > 1 else ():
             if getattr(self, name):
                 raise ValueError(
                     f"global_batch_size = {self.global_batch_size!r}: several are searched with "
-                    f"--gpus alone; give one of them, or leave {name} out"
+                    f"--gpus alone; give one of them, or leave --{name} out"
                 )
         if len(sizing) > 1:
-            raise ValueError(f"deadline = {self.deadline!r}: leave it out, or fewest")
+            raise ValueError(
+                f"deadline = {self.deadline!r}: --deadline and --fewest both choose how many "
+                "devices; leave one of them out"
+            )
         given = [name for name in ("mtbf_per_gpu", "checkpoint", "restart") if getattr(self, name)]
         if self.failures is None and given:
-            raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: counts with goodput alone")
+            raise ValueError(
+                f"{given[0]} = {getattr(self, given[0])!r}: is a part of --goodput, which was not "
+                "given; add it, or leave this out"
+            )
         if self.num_tokens is None and self.deadline_s is not None:
-            raise ValueError(f"deadline = {self.deadline!r}: say for how many tokens, as 300B")
+            raise ValueError(
+                f"deadline = {self.deadline!r}: say for how many tokens, as --tokens 300B"
+            )
 
     @property
     def batches(self) -> tuple[int, ...]:

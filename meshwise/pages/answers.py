@@ -17,6 +17,8 @@ from meshwise.spec import (
 )
 from meshwise.units import format_bytes, format_count, format_seconds
 
+LEAST_BYTES = 1024  # of a difference in memory that is shown
+
 
 def of(chosen: Plan) -> list[Table]:
     """Return the tables of a plan's answers; none of a plan without a prediction."""
@@ -56,7 +58,14 @@ def _varying(found: Sequence[Varying]) -> Table:
         ("over", "what"),
         ("p50", "p50_s", format_seconds),
         ("p95", "p95_s", format_seconds),
-        legend=("Each by the p50 of the slowest rank, all else as in the plan.",),
+        legend=(
+            "Each by the p50 of the slowest rank, all else as in the plan.",
+            *(
+                "Load: p50 is the step with the mean load, p95 the plan's."
+                for one in found
+                if one.what.startswith("load")
+            ),
+        ),
     )
 
 
@@ -213,9 +222,14 @@ def _why_not(chosen: Plan, why: WhyNot) -> Table:
     if why.obstacle:
         return Table(title, (), (), (f"It cannot be planned: {why.obstacle}.",))
     of_both = (("time", why.time, format_seconds), ("memory", why.memory, format_bytes))
-    rows = [_row(of, part, show) for of, parts, show in of_both for part in parts if part.more]
+    rows = [
+        _row(of, part, show)
+        for of, parts, show in of_both
+        for part in parts
+        if part.more and not (of == "memory" and abs(part.more) < LEAST_BYTES)
+    ]
     same = len(why.time) + len(why.memory) - len(rows)
-    alike = ("Parts of which both have as much are left out.",) * (same > 0)
+    alike = ("Parts of which both have as much, within 1 KiB, are left out.",) * (same > 0)
     columns = ("of", "part", "in the plan", "in this layout", "difference")
     return Table(title, columns, tuple(rows), (*_verdict(chosen, why), *alike), left=2)
 

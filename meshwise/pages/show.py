@@ -27,6 +27,14 @@ TRACE_LEGEND = (
     "a step: of each rank; where ranks differ, the fewest and the most."
 )
 
+WITHIN = {  # what a price's error is, by its tier
+    "measured": "how far repeated measurements differ",
+    "interpolated": "9 of 10 points that the fit left out are within",
+    "extrapolated": "as interpolated, and more the farther it is from what was measured",
+    "transferred": "the error of the similar operation, and a guess for what differs",
+    "datasheet": "how far such prices were off where they could be compared",
+}
+
 
 class StoredRun(Record, kw_only=True):
     """A run directory as one document."""
@@ -213,8 +221,9 @@ def price(found: Sequence[Any]) -> Table:
         ("to", "high_s", format_seconds),
         ("tier", "tier"),
         ("rests on", "rests_on"),
-        legend=("from: time / (1 + error), to: time x (1 + error); of a fit, 9 of 10 points it "
-                "left out are within.",
+        legend=("from: time / (1 + error), to: time x (1 + error).",
+                *(f"{tier}: {said}." for tier, said in WITHIN.items()
+                  if any(one.tier == tier for one in found)),
                 *(note for one in found for note in one.notes)),
         left=2,
     )  # fmt: skip

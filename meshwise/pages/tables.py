@@ -49,10 +49,7 @@ DRY_RUN_LEGEND = (
 )
 NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
-UNSURE = (
-    "prices that they do not share may be off by more than the difference; "
-    "meshwise run --rivals decides."
-)
+UNSURE = "prices that they do not share may be off by more than the difference"
 SHARED = (
     "No row ties with 1: intervals overlap, but rows share most errors of prices, and those that "
     "they do not share are smaller than the difference."
@@ -110,7 +107,8 @@ def plan(chosen: Plan) -> list[Table]:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
     said = (
-        *_slowest(chosen), *_last_row(candidates), *_tight(chosen, candidates), *_ties(candidates),
+        *_slowest(chosen), *_last_row(candidates), *_tight(chosen, candidates),
+        *_ties(chosen, candidates), *_loaded(chosen),
     )  # fmt: skip
     legend = (*said, LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
@@ -145,16 +143,28 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return (said,) if rows else ()
 
 
-def _ties(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Name the rows whose difference to the first may be nothing but errors of prices."""
+def _ties(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Name the rows whose difference to the first may be nothing but errors of prices, and the
+    command that runs them; `run` refuses plans in fp16."""
     first, *others = candidates
     rows = [str(row) for row, other in enumerate(others, 2) if other.ties]
     if rows:
         tie = f"Rows {', '.join(rows)} tie" if len(rows) > 1 else f"Row {rows[0]} ties"
-        return (f"{tie} with 1: {UNSURE}",)
+        runs = f"meshwise run --rivals {len(rows)} runs {'them' if len(rows) > 1 else 'it'} too"
+        return (f"{tie} with 1: {UNSURE}{f'; {runs}' * (chosen.dtype != 'fp16')}.",)
     told = first.prediction
     overlap = any(other.prediction.low_s <= told.high_s for other in others)
     return (SHARED,) * (overlap and bool(told.errors))
+
+
+def _loaded(chosen: Plan) -> tuple[str, ...]:
+    """Say which load of the experts the plan assumes, if it is not an equal share."""
+    experts = None if isinstance(chosen.model, WideResNet) else chosen.model.experts
+    if experts is None or experts.load == "mean":
+        return ()
+    load = experts.load if isinstance(experts.load, str) else f"{experts.load:g}"
+    rows = {"p95": "the 95th percentile of rows"}.get(load, f"{load} times the mean rows")
+    return (f"Expert load {load}: the fullest rank's experts get {rows}.",)
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:

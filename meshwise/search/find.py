@@ -56,7 +56,10 @@ _NEAR = ((0.98, 1.02), (0.95, 1.03), (0.9, 1.05), (0.85, 1.07), (0.8, 1.1))
 
 
 class NoLayout(ValueError):
-    """No layout is legal, can be priced, or fits."""
+    """No layout is legal, can be priced, or fits. ``args``: what is wrong, and the fix if any."""
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 @contextmanager
@@ -114,7 +117,9 @@ def find(
     if not ranked and nearest is None:
         raise NoLayout(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
-        raise NoLayout(_too_large(model, num_devices, nearest))
+        more = f"--gpus, up to {cluster.num_devices}, or " * (num_devices < cluster.num_devices)
+        fix = f"give more devices with {more}--hosts"
+        raise NoLayout(_too_large(model, num_devices, nearest), fix)
     num_considered = len(ranked) + sum(removal.count for removal in removed)
     kept = ranked[:top]
     if not any(candidate.layout.pp > 1 for candidate in kept):

@@ -130,7 +130,7 @@ def _tried(
         try:
             plan = find(model, workload, costs, num_devices=count, **how)
         except NoLayout as error:
-            yield None, DeviceCount(num_devices=count, note=str(error))
+            yield None, DeviceCount(num_devices=count, note=error.args[0])
             continue
         told = plan.prediction
         assert told is not None

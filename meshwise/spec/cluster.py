@@ -96,7 +96,8 @@ class Cluster(Record, kw_only=True):
         if len({tier.name for tier in self.tiers}) < len(reach):
             self.fail("tiers", "every tier needs a name of its own")
         if self.num_devices > 1 and (not reach or reach[-1] < self.num_devices):
-            self.fail("tiers", f"the last tier must reach all {self.num_devices} devices")
+            of = reach[-1] if reach else 0
+            self.fail("tiers", f"reach {of} devices; the last must reach all {self.num_devices}")
 
     def tier_of(self, group_size: int, group_stride: int) -> Tier:
         """Return the innermost tier that connects ranks 0, stride, 2*stride, ... of a group."""

@@ -74,7 +74,10 @@ class Record(
     def fail(self, field: str, fix: str) -> typing.NoReturn:
         """Raise the one-line error that names this record, the field, its value and the fix."""
         value = getattr(self, field)
-        shown = getattr(value, "name", "") if isinstance(value, Record) else repr(value)
+        records = value if isinstance(value, tuple) else (value,)
+        shown = repr(value)
+        if records and all(isinstance(one, Record) for one in records):
+            shown = ", ".join(getattr(one, "name", "") for one in records)
         shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} ..."
         is_shown = f" = {shown}" if shown else ""
         raise ValueError(f"{type(self).__name__}.{field}{is_shown}: {fix}")

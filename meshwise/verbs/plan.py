@@ -250,11 +250,13 @@ def _lengths(asked: PlanOptions, model: AnyModel, workload: Workload) -> list[in
     if wrong := [word for word in words if not word.isdecimal() or len(word) > 12]:
         raise ValueError(f"{asked.seq_lens}: {wrong[0]!r:.40} must be a number of tokens, as 512")
     found, most = [int(word) for word in words], workload.seq_len
-    if isinstance(model, WideResNet) or not found or not 0 < min(found) <= max(found) <= most:
+    if isinstance(model, WideResNet) or not found or min(found) < 1:
         raise ValueError(
-            f"seq_lens: must be lengths of 1 to {most} tokens, of a language model; give --seq-len "
-            "for longer ones"
+            f"seq_lens: must be lengths of 1 to {most} tokens, of a language model; mend "
+            f"{asked.seq_lens}, or leave it out"
         )
+    if max(found) > most:
+        raise ValueError(f"seq_lens: {asked.seq_lens} has {max(found)}, beyond --seq-len {most}")
     return found
 
 

@@ -124,8 +124,9 @@ def _prompted(asked: RunOptions) -> RunOptions:
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
-    """Return the first runners-up as plans of their own: other layouts first, then those that
-    differ from an earlier one only in microbatches or recomputation."""
+    """Return the first runners-up as plans of their own: those that tie with the plan first. Of
+    these, and of the rest, other layouts come before those that differ from an earlier one only in
+    microbatches or recomputation."""
     if count > 0 and plan.prediction is None:
         raise ValueError(f"rivals = {count}: are a plan's, and this is none; leave it out")
     if not 0 <= count <= len(plan.runners_up):
@@ -148,7 +149,7 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
             nearest_infeasible=None,
             answers=Answers(),
         )
-        for candidate in (*others, *alike)[:count]
+        for candidate in sorted((*others, *alike), key=lambda one: not one.ties)[:count]
     ]
 
 

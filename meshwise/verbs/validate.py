@@ -19,6 +19,7 @@ from meshwise.pages.steps import MeasuredQuantity
 from meshwise.pages.validation import CheckedRun, CheckedSamples, NotChecked, Validation
 from meshwise.prices import Prices, on_hosts
 from meshwise.prices.key import how, op_key
+from meshwise.search.progress import Reporter
 from meshwise.spec import Block, Cluster, Costs, Plan, RunInfo, Sample, Shaped, Sized
 from meshwise.spec.label import label
 from meshwise.spec.run import changes
@@ -54,9 +55,11 @@ def validate(
             raise ValueError(f"no run in {named}; name a run directory, or a folder of them")
         paths |= dict.fromkeys(found)
     trained, measured, lost = list[CheckedRun](), list[CheckedSamples](), list[NotChecked]()
-    loaded = list(_loaded(paths, lost))
+    tell = Reporter()
+    loaded = list(_loaded(paths, lost, tell))
     pool = _Pool(loaded, None if costs is None else files.take(costs, Costs))
-    for one in loaded:
+    for number, one in enumerate(loaded):
+        tell("%d of %d runs predicted", number, len(loaded))
         try:
             if one.info.plan is not None:
                 trained.append(_trained(one, one.info.plan, pool))
@@ -67,9 +70,10 @@ def validate(
     return pages.validation(trained, measured, lost)
 
 
-def _loaded(paths: dict[Path, None], lost: list[NotChecked]) -> Iterator[_Stored]:
+def _loaded(paths: dict[Path, None], lost: list[NotChecked], tell: Reporter) -> Iterator[_Stored]:
     """Load runs. Those that this version does not read, or with damaged lines alone, are lost."""
-    for path in paths:
+    for number, path in enumerate(paths):
+        tell("%d of %d runs read", number, len(paths))
         try:
             info, samples, warnings = store.load(path)
             if warnings and not samples:

@@ -219,7 +219,10 @@ def test_the_table_names_ties():
         return text(tables.plan(replace(plan, runners_up=rows)))
 
     assert "Rows 2, 3 tie with 1: prices that they do not share" in with_rows(True, True, False)
+    assert "difference; meshwise run --rivals 2 runs them too." in with_rows(True, False, True)
     assert "Row 2 ties with 1" in with_rows(True, False)
+    plan = replace(plan, dtype="fp16")  # `run` refuses it
+    assert "more than the difference." in with_rows(True) and "--rivals" not in with_rows(True)
     assert tables.SHARED in with_rows(False)
     apart = with_rows(False, low_s=plan.prediction.high_s * 2)
     assert not re.search(r"\bties?\b", apart)
@@ -383,7 +386,7 @@ def test_the_fewest_devices_by_brute_force(gib):
     for size in less:  # those that states alone rule out were not searched
         ruled_out = states > size.num_devices * cluster.usable_bytes
         assert ("parameters and moments" in size.note) == ruled_out
-        assert ruled_out or size.note == lacking[size.num_devices]
+        assert ruled_out or lacking[size.num_devices].startswith(f"{size.note}; give more devices")
     assert last.layout == plan.layout and last.step_time_s == plan.prediction.step_time_s
     shown = text(pages.of(plan))
     assert f'"{due} <", "{plan.layout.name}"' in shown and all(one.note in shown for one in less)
@@ -414,11 +417,14 @@ def test_the_cheapest_count_that_meets_a_deadline():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fewest": True, "gpus": 4}, "gpus = 4: fewest chooses how many"),
+        ({"fewest": True, "gpus": 4}, "gpus = 4: --fewest chooses how many"),
         ({"fewest": True, "layout": NAMED}, "fewest: it searches, and a layout is given"),
-        ({"deadline": "10d"}, "deadline = '10d': say for how many tokens, as 300B"),
-        ({"deadline": "10d", "tokens": "1B", "gpus": 8}, "gpus = 8: deadline chooses how many"),
-        ({"deadline": "10d", "tokens": "1B", "fewest": True}, "leave it out, or fewest"),
+        ({"deadline": "10d"}, "deadline = '10d': say for how many tokens, as --tokens 300B"),
+        ({"deadline": "10d", "tokens": "1B", "gpus": 8}, "gpus = 8: --deadline chooses how many"),
+        (
+            {"deadline": "10d", "tokens": "1B", "fewest": True},
+            "--deadline and --fewest both choose",
+        ),
         (
             {"deadline": "soon", "tokens": "1B"},
             "deadline = 'soon' is not|'soon': is not understood",
@@ -566,8 +572,8 @@ def test_of_several_batches_the_one_with_most_tokens_a_second_is_planned(capsys)
         ("16,x", {}, "global_batch_size = '16,x': 'x' must be a number of sequences >= 1, as 512"),
         ("16,0", {}, "'0' must be a number of sequences"),
         (-1, {}, "'-1' must be a number of sequences"),
-        ("16,32", {"fewest": True}, "'16,32': several are searched .* or leave fewest out"),
-        ("16,32", {"layout": NAMED}, "several are searched .* or leave layout out"),
+        ("16,32", {"fewest": True}, "'16,32': several are searched .* or leave --fewest out"),
+        ("16,32", {"layout": NAMED}, "several are searched .* or leave --layout out"),
     ],
 )
 def test_batches_that_cannot_be_compared_are_refused(batch, options, message):

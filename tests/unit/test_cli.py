@@ -391,6 +391,14 @@ def test_what_was_typed_wrongly_is_said_in_words_and_as_json(typed, said, capsys
     assert json.loads(capsys.readouterr().out) == {"error": said, "exit_code": 2}
 
 
+def test_lengths_beyond_the_workload_name_their_own_option(capsys):
+    Path("lens.txt").write_text("512 5000")
+    asked = "plan gpt-125m --cluster h100-hgx --seq-lens lens.txt --seq-len 4096"
+    assert call(*asked.split()) == 2
+    said = "error: --seq-lens: lens.txt has 5000, beyond --seq-len 4096"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
 def test_units_and_ranges_as_people_type_them(capsys):
     assert call(*["measure", "collectives", "all_reduce", "--sizes", "4K-16K", "--dry-run"]) == 0
     out = capsys.readouterr().out

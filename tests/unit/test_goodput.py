@@ -121,7 +121,7 @@ def test_the_command_line_says_it_and_keeps_it(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"restart": "5m"}, "restart = '5m': counts with goodput alone"),
+        ({"restart": "5m"}, "restart = '5m': is a part of --goodput"),
         ({"goodput": True, "mtbf_per_gpu": "never"}, "mtbf_per_gpu = 'never'"),
         ({"goodput": True, "restart": 0}, "restart = 0: must be some time, as 60s"),
         ({"goodput": True, "checkpoint": "fast/s"}, "checkpoint = 'fast/s': must be bytes a sec"),

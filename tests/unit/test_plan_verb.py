@@ -501,6 +501,9 @@ def test_rivals_are_other_layouts_first():
     planned = msgspec.structs.replace(chosen, runners_up=runners_up)
     names = [rival.layout.name for rival in run._rivals(planned, 3)]
     assert names == [layouts[at].name for at in (1, 0, 2)]
+    tied = (*runners_up[:2], msgspec.structs.replace(runners_up[2], ties=True))
+    planned = msgspec.structs.replace(chosen, runners_up=tied)
+    assert [rival.layout for rival in run._rivals(planned, 1)] == [layouts[2]]
 
 
 def test_small_layers_wait_for_fsdp_on_the_host():

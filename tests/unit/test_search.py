@@ -812,6 +812,7 @@ def test_too_small_a_device_names_what_is_missing(costs):
     with pytest.raises(ValueError) as refusal:
         search.find(MODEL, WORKLOAD, on(costs, memory_bytes=1000), num_devices=4)
     assert "no layout of small fits 4 device(s); the nearest" in str(refusal.value)
+    assert str(refusal.value).endswith("; give more devices with --hosts")
     nearest = re.search("the nearest, (.*): rank", str(refusal.value))
     assert nearest is not None and needed[nearest[1]] == needs[0]
 

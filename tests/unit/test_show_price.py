@@ -9,6 +9,7 @@ import pytest
 import meshwise
 from meshwise.cli import app
 from meshwise.models import block_tasks
+from meshwise.pages import show
 from meshwise.prices import Prices
 from meshwise.verbs import price as verb
 from tests import sample_records as known
@@ -188,3 +189,13 @@ def test_a_layer_of_any_host_and_ratio_has_a_price():
     prices = Prices(msgspec.structs.replace(known.COSTS, factors=(off,)))
     ratio, _ = prices.factor(factor.like, block_tasks(factor.like))
     assert ratio > 1e190
+
+
+def test_what_an_interval_is_of_is_said_of_the_tiers_shown(capsys):
+    from meshwise import store
+
+    store.write("costs.json", known.COSTS)
+    for words in ("all_reduce 8MiB --group 4", "all_reduce 3MiB --group 4"):
+        tier = json.loads(shown(f"{words} --json", capsys)[1].out)[0]["tier"]
+        said = shown(words, capsys)[1].out
+        assert [of for of in show.WITHIN if f"{of}: {show.WITHIN[of]}." in said] == [tier]

@@ -86,6 +86,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "not_computed": f["not_computed"] + "." * bool(f["more_weights"]),
     },
     Experts: lambda f: {
+        "load": f["load"] if isinstance(f["load"], str) else float(f["num_experts"]),
         "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
         "top_groups": min(f["groups"], f["top_groups"]),
         "capacity_factor": (f["capacity_factor"] or 1.5) if f["group_size"] else None,
@@ -374,7 +375,10 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
         ),
         (lambda: Layout(sequence_parallel=True), "Layout.sequence_parallel = True: shards over tp"),
         (lambda: Model(hidden=10, layers=1, heads=3, ffn=8), "Model.heads = 3: must divide hidden"),
-        (lambda: cluster_of(4, Tier(name="pair", num_devices=2)), "must reach all 4 devices"),
+        (
+            lambda: cluster_of(4, Tier(name="pair", num_devices=2)),
+            "Cluster.tiers = pair: reach 2 devices; the last must reach all 4",
+        ),
         (
             lambda: replace(
                 cluster_of(1), reserved_bytes=cluster_of(1).device.memory_bytes

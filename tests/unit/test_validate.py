@@ -1,5 +1,6 @@
 """``calibrate --validate`` on runs whose predictions and measurements are known by hand."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import meshwise
 from meshwise import store
 from meshwise.cli import app
 from meshwise.pages import table, validation
+from meshwise.search import progress
 from meshwise.spec import Layout, Recipe, RunInfo, Sample
 from meshwise.stats import share_interval
 from tests import sample_records as known
@@ -46,6 +48,14 @@ def plan():
     known.synthetic_run(Path("runs"))
     meshwise.calibrate()
     return meshwise.plan(layout=Layout(dp=2, zero=2, microbatch_size=4), global_batch_size=8)
+
+
+def test_a_long_validation_says_how_far_it_is(plan, monkeypatch, caplog):
+    a_run("20260102T000000-run-close", plan, 1.001)
+    monkeypatch.setattr(progress, "monotonic", itertools.count(0, 6).__next__)
+    caplog.set_level("INFO", "meshwise")
+    meshwise.validate("runs")
+    assert {"1 of 2 runs read", "1 of 2 runs predicted"} <= {*caplog.messages}
 
 
 def test_runs_are_predicted_anew_and_the_worst_comes_first(plan):

@@ -6,9 +6,11 @@ import pytest
 from scipy.stats import binom
 
 import meshwise
+from meshwise.pages import show
 from meshwise.spec import Layout
 
 SMALL = {"cluster": "h100-hgx", "seq_len": 1024}
+LOADS = ("mean", "p95", "1.4")
 LAYOUT = Layout(dp=8, zero=2, microbatch_size=2, num_microbatches=4)
 
 
@@ -47,13 +49,18 @@ def test_full_sequences_take_the_plans_step_and_short_ones_an_eighth():
 def test_the_load_of_experts_is_said_for_both():
     layout = Layout(dp=8, ep=8, zero=3)
     asked = {"layout": layout, "cluster": "h100-hgx", "seq_len": 512}
-    mean, p95 = (
-        meshwise.plan("mixtral-8x7b", expert_load=load, **asked) for load in ("mean", "p95")
-    )
+    mean, p95, given = (meshwise.plan("mixtral-8x7b", expert_load=load, **asked) for load in LOADS)
     (found,) = p95.answers.varying
     assert mean.answers.varying == ()
     assert (found.p50_s, found.p95_s) == (mean.prediction.p50_s, p95.prediction.p50_s)
     assert found.p50_s < found.p95_s
+    shown = {
+        load: " ".join(" ".join(t.legend) for t in show.of(p))
+        for load, p in zip(LOADS, (mean, p95, given), strict=True)
+    }
+    assert "Expert load" not in shown["mean"]
+    assert "Expert load p95: " in shown["p95"] and "p95 the plan's." in shown["p95"]
+    assert "Expert load 1.4: the fullest rank's experts get 1.4 times" in shown["1.4"]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +70,14 @@ def test_the_load_of_experts_is_said_for_both():
         ("-4", "lengths: '-4' must be a number"),
         ("", "seq_lens: must be lengths of 1 to 1024 tokens"),
         ("0 5", "seq_lens: must be lengths of 1 to 1024 tokens"),
-        ("512 1025", "give --seq-len for longer ones"),
+        ("512 1025", "seq_lens: lengths has 1025, beyond --seq-len 1024"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(text, message):
     Path("lengths").write_text(text)
     with pytest.raises(ValueError, match=message):
         meshwise.plan("gpt-125m", layout=LAYOUT, seq_lens="lengths", **SMALL)
-    with pytest.raises(ValueError, match="of a language model" if message[0] == "s" else message):
+    with pytest.raises(ValueError, match=message if "number" in message else "of a language mod"):
         meshwise.plan("wresnet-250m", cluster="h100-hgx", seq_lens="lengths")
 
 
