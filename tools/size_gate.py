@@ -12,7 +12,7 @@ ROOMS = {
     "attention": 4_344,
     "cli": 1_499,
     "engine": 3_270,
-    "fit": 1_407,
+    "fit": 1_406,
     "launch": 1_850,
     "models": 4_926,
     "nn": 1_362,

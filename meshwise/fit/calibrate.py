@@ -49,9 +49,8 @@ class _Timed(NamedTuple):
 
 
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
-    """Return the costs fitted to the ok samples of ``runs``, of clusters that are alike in all that
-    prices depend on; the costs have that of the newest. ``law``: use this one for every curve that
-    it can be fitted to."""
+    """Return the costs fitted to the ok samples of runs of alike clusters; they have the newest one.
+    ``law``: use this one for every curve that it can be fitted to."""
     refuse_unlike([info.cluster for info, _ in runs])
     info, run_ids = runs[0][0], tuple(info.run_id for info, _ in runs)
     newest = max((info for info, _ in runs), key=lambda info: info.started)

@@ -154,7 +154,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     Cluster: lambda f: {
         "reserved_bytes": f["reserved_bytes"] % f["device"].memory_bytes,
-        "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)
+        "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),),
     },
     Prediction: lambda f: {"stage_times": ()},  # one for each stage, and others draw those
     Costs: lambda f: {
