@@ -49,7 +49,7 @@ class _Timed(NamedTuple):
 
 
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = None) -> Costs:
-    """Return the costs fitted to the ok samples of runs of alike clusters; they have the newest one.
+    """Return the costs fitted to the ok samples of runs of alike clusters, for the newest of these.
     ``law``: use this one for every curve that it can be fitted to."""
     refuse_unlike([info.cluster for info, _ in runs])
     info, run_ids = runs[0][0], tuple(info.run_id for info, _ in runs)
