@@ -60,11 +60,11 @@ def open_file(path: Path | str) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def appeared(path: Path | str, within_s: float = LATE_S) -> bool:
-    """Return whether a file is there that another host has just written. Wait for it: a shared
-    file system may show it late."""
+def appeared(path: Path | str, within_s: float = LATE_S, inside: Path | str = "/") -> bool:
+    """Return whether a file is there that another host has just written. Wait for it, as a shared
+    file system may show it late, while there is the folder ``inside``."""
     limit = time.monotonic() + within_s
-    while not os.path.lexists(path) and time.monotonic() < limit:
+    while not os.path.lexists(path) and os.path.isdir(inside) and time.monotonic() < limit:
         time.sleep(_LOOK_S)
     return os.path.lexists(path)
 

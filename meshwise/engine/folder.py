@@ -61,7 +61,7 @@ def check_files(folder: Path, record: Checkpoint, late_s: float = 0.0) -> None:
     """Check that all files exist, each within ``late_s``, and have their written sizes."""
     for name, stored in record.files.items():
         path = folder / record.data / name
-        if not files.appeared(path, late_s) or not path.is_file():
+        if not files.appeared(path, late_s, path.parent) or not path.is_file():
             raise ValueError(f"{path} is missing; use a folder that all hosts see, whole")
         if (found := path.stat().st_size) != stored.bytes:
             raise ValueError(f"{path} has {found} bytes of {stored.bytes}; {FIX}")

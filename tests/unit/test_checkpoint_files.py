@@ -357,7 +357,8 @@ def test_a_file_that_another_host_wrote_may_be_seen_late(kept, file, monkeypatch
     held, stored = folder.HeldFolder(kept), blocks.stored(file)
     data = kept / "step-9-dddddddd"
     data.mkdir()
-    writing = threading.Timer(0.5, shutil.copy, (file, data / "00007-000.safetensors"))
+    copy = shutil.copy(file, data / "copy")
+    writing = threading.Timer(0.5, shutil.move, (copy, data / "00007-000.safetensors"))
     writing.start()
     held.replace(record({"00007-000.safetensors": stored}, step=9, data=data.name))
     assert folder.read(kept / "checkpoint.json").step == 9
