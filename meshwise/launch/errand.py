@@ -64,7 +64,7 @@ class Errand:
         runs = self.value("runs") or os.environ.get("OUTPUT_DIR") or "runs"
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = place.run_id or os.environ.get("RUN_ID") or f"{self.verb}-{now}"
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ValueError(f"run_id = {name!r}: is the name of a folder, without / or ..")
         return Path(runs).absolute() / "jobs" / name
 

@@ -150,3 +150,9 @@ def test_the_command_that_follows_a_job_can_be_pasted(stub, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     folder = f"{Path.cwd()}/my; runs/jobs/a"
     assert line == f"follow it by tail -F '{folder}/7.err' '{folder}/7.out'"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/"])
+def test_the_folder_of_a_job_is_below_that_of_all_jobs(name):
+    with pytest.raises(ValueError, match=r"run_id = .*: is the name of a folder"):
+        MEASURE.folder(Allocation(run_id=name))
