@@ -250,10 +250,10 @@ class PartTable:
     @property
     def gradient(self) -> float:
         """Bytes of gradients for each of the parameters."""
-        adds_up = (
-            self.inside.zero < 2 and self.inside.num_microbatches > 1
-        )  # before they are reduced
-        return self.prices.costs.recipe.widening if adds_up else 1 / self.inside.shards
+        inside = self.inside
+        if inside.zero < 2 and inside.num_microbatches > 1:  # added up before they are reduced
+            return self.prices.costs.recipe.widening
+        return 1 / inside.shards
 
     def _needs(self, moment: tuple[int, int]) -> float:
         """Return the bytes of layers with the cuts given: saved, and gradients."""

@@ -58,7 +58,7 @@ def every_op(world: int) -> list[Collective]:
 
 
 def waits_alone(ranks: Ranks) -> tuple[str, float]:
-    """What rank 0 was told when rank 1 took no part in a case's collective, and after how long."""
+    """Return what rank 0 was told when rank 1 took no part in a collective, and after how long."""
     groups = collectives.Groups(dataclasses.replace(ranks, timeout_s=2.0))
     party = groups.party(collective("all_reduce", ranks.world_size))
     begun, told = time.monotonic(), ""

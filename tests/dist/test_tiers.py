@@ -1,4 +1,4 @@
-"""What ``detect`` measures of the links between ranks, and what plans make of it."""
+"""``detect`` measures the links between ranks, and plans take its rates."""
 
 import os
 import socket

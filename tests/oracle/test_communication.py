@@ -1,4 +1,4 @@
-"""What data parallelism costs a step, part by part, beside the kernels of profiled steps.
+"""The parts that data parallelism adds to a step, beside the kernels of profiled steps.
 
 A compiled Llama 2.6B step by FSDP2 over 4 H200 takes 291.3 ms, 259.3 without communication. Of the
 32.0 ms, 12.6 are FSDP's copies and 4.0 exposed messages (benchmarks/2026-11-21-llama-2.6b-fsdp4).

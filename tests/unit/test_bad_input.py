@@ -340,7 +340,7 @@ def test_a_file_of_damaged_lines_alone_is_refused(folder):
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("factor", "is_said"), [(0.5, False), (0.2, True), (2.0, False)])
 def test_a_curve_that_falls_is_named_with_two_sizes_when_it_is_read(factor, is_said, caplog):
-    """Of four knots, 4 KiB to 1 GiB, that of 16 MiB takes ``factor`` of the time of 256 KiB."""
+    """Four knots, 4 KiB to 1 GiB: 16 MiB takes ``factor`` of the time of 256 KiB."""
     first, *others = known.COSTS.curves
     assert first.x_bytes[1:3] == (2**18, 2**24) and first.time_s[2] > 3 * first.time_s[1]
     times_s = (*first.time_s[:2], factor * first.time_s[1], first.time_s[3])

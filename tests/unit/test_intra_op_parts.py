@@ -95,7 +95,7 @@ def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_of_cuts_that_cost_the_same_the_first_words_are_taken(name):
-    """Of every choice of cuts, the usual words first, in every memory that one of them needs."""
+    """Every choice of cuts, the usual words first; every memory that one of them needs."""
     layout = Layout(dp=2, tp=4, microbatch_size=4, num_microbatches=2)
     prices = Prices(priced_on("h100-hgx"), datasheet=True)
     table, found = PartTable(MODELS[name], WORKLOAD.seq_len, layout, prices), dict[Cuts, Cost]()

@@ -125,7 +125,7 @@ def test_the_sums_are_those_written_out(frame, endings):
 
 
 def test_the_pause_is_as_long_as_said(prices):
-    """Of the first rank, before its last backward."""
+    """The first rank pauses before its last backward."""
     spans = course(*staged(EXAMPLE, WORKLOAD, TOLD, prices)).spans[0]
     pause_s = spans[-1].start_s - spans[-2].end_s
     assert f"waits {ms(pause_s)} for its last gradient" in PROSE
