@@ -1,4 +1,4 @@
-"""Say how far a search is while it is silent."""
+"""Say how far long work is while it is silent."""
 
 import logging
 from time import monotonic
@@ -7,7 +7,7 @@ log = logging.getLogger("meshwise")
 
 
 class Reporter:
-    """Logs a line when a phase of a search has been silent for five seconds."""
+    """Logs a line when a phase of long work has been silent for five seconds."""
 
     def __init__(self) -> None:
         self.last_s = monotonic()
