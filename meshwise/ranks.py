@@ -274,8 +274,6 @@ def join(
     if not job.launched:
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
     device = device_of(job)
-    if device.type == "cpu":
-        _keep_freed_memory()
     here = job.world_size // job.num_hosts
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
     if job.num_hosts > 1 and not is_loopback(job.host):
@@ -306,6 +304,8 @@ def join(
         device_id=device if device.type == "cuda" and not earlier else None,
     )
     ranks.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    if device.type == "cpu":
+        _keep_freed_memory()
     return ranks
 
 
