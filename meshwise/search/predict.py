@@ -33,7 +33,7 @@ from meshwise.search.pipeline import (
     step_time,
     timetable,
 )
-from meshwise.search.simulate import SHARING, SUMS, WAITING, Amounts, Charge, Peak
+from meshwise.search.simulate import SHARING, SUMS, TO_HOST, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.search.tail import tail
 from meshwise.spec import (
@@ -307,7 +307,7 @@ def _charge(op: Collective, part: str, prices: Prices) -> Charge:
 
 
 def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
-    idle = (SHARING, WAITING, TRANSFER, EXCHANGE, BUBBLE)
+    idle = (TO_HOST, SHARING, WAITING, TRANSFER, EXCHANGE, BUBBLE)
     order = sorted(parts, key=lambda name: (idle.index(name) if name in idle else -1, -parts[name]))
     return tuple(
         Part(
