@@ -12,6 +12,7 @@ from meshwise.models import offload
 from meshwise.models.graph import elementwise
 from meshwise.prices import Prices, unmeasured
 from meshwise.search import stage
+from meshwise.search.predict import IN_PIPELINES
 from meshwise.search.simulate import TO_HOST, run_program
 from meshwise.spec import Cluster, Decoder, Layout, Recipe, Workload, layer_kinds
 from meshwise.verbs import files
@@ -62,6 +63,12 @@ def test_recomputed_layers_send_their_inputs_and_fetch_all_but_the_last():
         found = [task for task in copies if task.op.kind == kind]
         assert [task.name for task in found] == 2 * [f"layers.{n}.{kind}" for n in layers]
         assert {task.op.read_bytes for task in found} == {INPUT}
+
+
+def test_pipelines_say_what_they_leave_out():
+    layout = Layout(pp=2, schedule="1f1b", microbatch_size=1, num_microbatches=8)
+    assert IN_PIPELINES in told(layout).notes
+    assert IN_PIPELINES not in told().notes
 
 
 def test_small_tensors_stay(monkeypatch):
