@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from meshwise.models import optimizer
 from meshwise.models.data_parallel import EXPERTS, DataParallel, UnitElements, summed
 from meshwise.models.graph import BYTES, Device, Graph, Node
+from meshwise.models.offload import Offload, reading
 from meshwise.models.optimizer import OwnPart
 from meshwise.models.shard import Buffer, Sharded, Task, shard
 from meshwise.spec import Layout, Recipe
@@ -109,12 +110,14 @@ def program_of(
         recipe = replace(recipe, weights="fp32", reduce="fp32")
     data = DataParallel(layout, parts.members, dtype, parts.sharded, device, recipe)
     weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
+    if recipe.offload:
+        weave.offload = Offload(*_of_layers(parts.runs), parts.sharded.buffers, device)
     for microbatch in range(layout.num_microbatches):
         for kind in parts.runs:
             weave.action(kind, microbatch, last=microbatch + 1 == layout.num_microbatches)
     found = Program(
         tasks=tuple(weave.tasks),
-        buffers=weave.buffers | data.buffers,
+        buffers=weave.buffers | data.buffers | (weave.offload.buffers if weave.offload else {}),
         resident_bytes={},
         kept=frozenset(data.kept),
         actions=tuple(weave.actions),
@@ -137,6 +140,7 @@ class _Weave:
         self.tasks, self.actions, self.loops = list[Task](), list[ActionSpan](), list[Loop]()
         self.buffers: dict[str, Buffer] = {}
         self.renamed: dict[str, str] = {}  # buffers of the microbatch
+        self.offload: Offload | None = None
         self.begin = 0  # where the layer's tasks begin
 
     def action(self, kind: Kind, microbatch: int, *, last: bool) -> None:
@@ -148,6 +152,8 @@ class _Weave:
             self.buffers |= {self.renamed[name]: buffer for name, buffer in made}
         groups, start = runs[kind], len(tasks)
         data.begin(kind, microbatch)
+        if self.offload:
+            self.offload.begin(microbatch, self.renamed)
         for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
             tasks += (gathers := data.before(unit, None))
             self.loop(len(tasks) - len(gathers), unit)
@@ -167,16 +173,26 @@ class _Weave:
         tasks, data, groups = self.tasks, self.data, self.parts.runs[kind]
         unit, group = groups[index]
         layer = _layer_of(unit)
-        if index == 0 or _layer_of(groups[index - 1][0]) != layer:
+        if begins := index == 0 or _layer_of(groups[index - 1][0]) != layer:
             self.begin = len(tasks)
         following = groups[index + 1][0] if index + 1 < len(groups) else None
         if kind in ("F", "B"):
             tasks += data.before(unit, following)
         weights = (*data.weights(unit), *data.unreleased)
-        tasks += [_of_microbatch(task, self.renamed, weights) for task in data.summed(group)]
+        start, renamed, host = len(tasks), self.renamed, self.offload
+        if host and kind != "F":
+            renamed = renamed | host.kept(layer)
+        tasks += [_of_microbatch(task, renamed, weights) for task in data.summed(group)]
         ends = following is None or _layer_of(following) != layer
         if kind == "W" and ends:
-            tasks[-1] = _reading(tasks[-1], self.renamed, self.parts.retained.get(layer, ()))
+            tasks[-1] = _reading(tasks[-1], renamed, self.parts.retained.get(layer, ()))
+        if host and layer in host.saved:
+            if kind == "F" and ends:
+                host.after_forward(tasks, layer)
+            if kind in ("B", "W") and ends:
+                host.after_backward(tasks, layer)
+            if begins and (kind in ("B", "I") or (kind == "W" and not self.parts.runs["I"])):
+                host.before_backward(tasks, start, layer)
         for done in due:
             at, names = len(tasks), self.parts.members[done]
             gradients = {name: self.renamed[self.graph.gradients[name]] for name in names}
@@ -236,7 +252,7 @@ def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, .
 
 def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:
     """Return the task with more reads, given by their names within a microbatch."""
-    return replace(task, reads=(*task.reads, *[renamed[name] for name in names]))
+    return reading(task, tuple(renamed[name] for name in names))
 
 
 def _layer_of(unit: str) -> str:
@@ -350,6 +366,16 @@ def _retained(runs: Actions, sharded: Sharded) -> Names:
             again = any(sharded.buffers[name].role == "gradient" for name in task.writes)
             held = [name for name in task.reads if again or name in of_forward]
             found[_layer_of(unit)] = (*found.get(_layer_of(unit), ()), *held)
+    return found
+
+
+def _of_layers(runs: Actions) -> tuple[dict[str, list[Task]], dict[str, list[Task]]]:
+    """Return each layer's tasks, forward and backward; none if the program is idle."""
+    found: tuple[dict[str, list[Task]], dict[str, list[Task]]] = ({}, {})
+    for kind, of in runs.items():
+        for unit, group in of:
+            if unit != "root" and group:
+                found[kind != "F"].setdefault(_layer_of(unit), []).extend(group)
     return found
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from meshwise.models.offload import MIN_BYTES
 from meshwise.nn.stage import Layer, ModelStage
 
-MIN_BYTES = 2**20
 Side = torch.cuda.Stream | None
 
 

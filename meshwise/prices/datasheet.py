@@ -74,6 +74,13 @@ class PeakShare(Record, kw_only=True):
         return self.devices.get(device, self.share)
 
 
+class HostLink(PeakShare, kw_only=True):
+    """The rate of a GPU's link to its host, each way, of which ``share`` is reached; ``devices``
+    have their own shares, because their links are of older generations."""
+
+    bytes_per_s: PositiveFloat
+
+
 class Protocol(Record, kw_only=True):
     """Seconds before the first byte and of each step, and the share of the links' rate reached."""
 
@@ -222,6 +229,7 @@ class Attainable(Record, kw_only=True):
     block: Together
     beside: Beside
     copies: PeakShare
+    pcie: HostLink
     clocks: Clocks
     host: Host
     overhead: Overhead
@@ -247,7 +255,11 @@ class Datasheet:
             return self._collective_s(op)
         if isinstance(op, Elementwise):
             if op.kind in ("h2d", "d2h"):
-                raise ValueError(f"a data sheet has no rate of {op.kind}")
+                if self.cluster.device.kind == "cpu":
+                    raise ValueError(f"a data sheet of CPUs has no rate of {op.kind}")
+                name, pcie = self.cluster.device.name, self.known.pcie
+                rate = pcie.bytes_per_s * pcie.on(name)
+                return self.known.launch.time_s + op.read_bytes / rate, pcie.error
             return self.known.launch.time_s + op.bytes / self._memory, self.known.memory.error
         if not isinstance(op, Shaped):
             raise ValueError(f"{type(op).__name__} has no price of its own")

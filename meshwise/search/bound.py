@@ -46,6 +46,7 @@ from meshwise.search.simulate import (
     ROLES,
     SLOWED,
     SUMS,
+    TO_HOST,
     WAITING,
     WEIGHTS,
     Live,
@@ -115,7 +116,7 @@ class End(Record):
 
 
 NOTHING: Recompute = "none"
-_APART = (COPIES, SLOWED, SUMS, WAITING)  # of data parallelism
+_APART = (COPIES, SLOWED, SUMS, WAITING, TO_HOST)  # of data parallelism and offload
 Again = tuple[Recompute, int | None]  # what backward recomputes, in how many layers
 
 

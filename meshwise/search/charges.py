@@ -17,7 +17,7 @@ from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Estimate, Prices, in_step, op_key
 from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
-from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
+from meshwise.search.simulate import COPIES, SHARING, SUMS, TO_HOST, WAITING, Charge
 from meshwise.spec import Block, Collective, HeldOut, Layout, Op, Recompute
 
 MESSAGES = (
@@ -50,7 +50,7 @@ class Corrections(NamedTuple):
 
     def of(self, task: Task, estimate: Estimate) -> tuple[float, HeldOut | None]:
         """Return a task's factor, and the error of its block's if there is one."""
-        if _is_over_data(task):  # no measured block has it
+        if _is_over_data(task) or task.stream == "host":  # no measured block has it
             return 1.0, None
         piece = self.pieces(task)
         ratio, error = self.factors.get((piece, self.way(task)), (1.0, None))
@@ -231,8 +231,8 @@ def spent_on(task: Task) -> str:
         return SUMS if isinstance(task.op, Collective) else COPIES
     if task.part == "dp":
         return WAITING
-    if task.stream == "cp":
-        return SHARING
+    if task.stream in ("cp", "host"):
+        return SHARING if task.stream == "cp" else TO_HOST
     if _is_over_data(task):
         return MESSAGES[2]
     if isinstance(task.op, Collective) and task.phase != "optimizer":

@@ -33,7 +33,7 @@ from meshwise.search.pipeline import (
     step_time,
     timetable,
 )
-from meshwise.search.simulate import SHARING, SUMS, WAITING, Amounts, Charge, Peak
+from meshwise.search.simulate import SHARING, SUMS, TO_HOST, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.search.tail import tail
 from meshwise.spec import (
@@ -56,6 +56,7 @@ from meshwise.spec.plan import OUTSIDE_ALLOCATOR
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
 PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
+IN_PIPELINES = "offload: steps of pipelines take longer, as last layers' tensors come back, too"
 _flops = lru_cache(step_flops)
 
 
@@ -82,7 +83,8 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     rate = _flops(model, workload) / step.time_s / layout.num_devices
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
     notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
-    where = (f"memory peaks on rank {rank}",) if rank else ()
+    where = [f"memory peaks on rank {rank}"] if rank else []
+    where += [IN_PIPELINES] if costs.recipe.offload and layout.pp > 1 else []
     messages_s = sum(step.parts.get(part, 0.0) for part in PASSED)
     p50_s, p95_s = tail(step.time_s, messages_s, model, layout, prices)
     return Prediction(
@@ -307,7 +309,7 @@ def _charge(op: Collective, part: str, prices: Prices) -> Charge:
 
 
 def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
-    idle = (SHARING, WAITING, TRANSFER, EXCHANGE, BUBBLE)
+    idle = (TO_HOST, SHARING, WAITING, TRANSFER, EXCHANGE, BUBBLE)
     order = sorted(parts, key=lambda name: (idle.index(name) if name in idle else -1, -parts[name]))
     return tuple(
         Part(

@@ -4,8 +4,8 @@ Time: a task starts when its stream is free and all buffers that it reads are wr
 data-parallel transfer also waits for the work before it in the program. Work and transfer slow each
 other down (``Beside``). An action lasts as long as it uses the compute stream. Its traffic on the
 data-parallel stream is noted, so that a schedule can add it up. The stream of context parallelism
-is empty at the end of each attention. On CPUs communication uses the same cores as compute, so
-there is one stream.
+is empty at the end of each attention. Copies to and from the host have a stream of their own. On
+CPUs communication uses the same cores as compute, so there is one stream.
 
 Memory: a buffer lives from its first writer to its last reader, in issue order, on top of resident
 bytes. For each role of buffer an action has two figures: its peak above the bytes alive before it,
@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from meshwise.models import Loop, Program, Task
+from meshwise.models.offload import ISSUED
 from meshwise.prices.datasheet import Beside
 from meshwise.spec import Op
 
@@ -31,6 +32,7 @@ WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights an
 SLOWED = "work slowed down by data-parallel communication"
 SUMS = "gradient sums over tp"
 SHARING = "context-parallel communication (exposed)"
+TO_HOST = "copies to and from the host (exposed)"
 WEIGHTS = "gathered weights"
 ROLES = {
     "activation": "activations",
@@ -121,10 +123,11 @@ class _Clocks:
     ) -> None:
         self.tasks, self.charge, self.beside = program.tasks, charge, beside
         self.loops = {loop.start: loop for loop in program.loops}
-        self.now_s = self.cp_free_s = 0.0
+        self.now_s = 0.0
+        self.free_s = {"cp": 0.0, "host": 0.0}  # when these streams are free
         self.queue: deque[_Message] = deque()
         self.coming: dict[str, _Message] = {}
-        self.shared: dict[str, float] = {}  # buffers that receive cp's messages, and when
+        self.shared: dict[str, float] = {}  # buffers that these streams write, and when
         # of the current action; ``own_s``: what would be left of its transfers without earlier ones
         self.traffic_s = self.served_s = self.own_s = 0.0
 
@@ -155,9 +158,10 @@ class _Clocks:
             self.coming.update(dict.fromkeys(task.writes, message))
             self.traffic_s += charge.time_s
             self.own_s += charge.time_s
-        elif task.stream == "cp":
-            self.cp_free_s = max(self.cp_free_s, self.now_s) + charge.time_s
-            self.shared.update(dict.fromkeys(task.writes, self.cp_free_s))
+        elif task.stream in self.free_s:
+            free_s = max(self.free_s[task.stream], self.now_s) + charge.time_s
+            self.free_s[task.stream] = free_s
+            self.shared.update(dict.fromkeys(task.writes, free_s))
         else:
             if self.coming or self.shared:
                 self._wait(task, parts)
@@ -184,7 +188,7 @@ class _Clocks:
         if self.shared:
             until_s = max([self.shared.get(name, 0.0) for name in task.reads], default=0.0)
             if (idle_s := until_s - self.now_s) > 0:
-                add(parts, SHARING, idle_s)
+                add(parts, TO_HOST if self.shared.get(ISSUED) == until_s else SHARING, idle_s)
                 self._compute(idle_s)
 
     def _compute(self, left_s: float, op: Op | None = None) -> None:
@@ -225,7 +229,7 @@ class _Clocks:
         """Run turns of a loop until the transfers under way repeat. Then add all remaining turns at
         once."""
         tasks, left = self.tasks[loop.start : loop.stop], loop.times
-        before = [each.left_s for each in self.queue]
+        before = self._under_way()
         while left:
             turn, wrong, began_s = Amounts(), Errors(), self.now_s
             sent_s, served_s, own_s = self.traffic_s, self.served_s, self.own_s
@@ -236,17 +240,30 @@ class _Clocks:
                 self.coming[loop.here] = message
             else:
                 self.coming.pop(loop.here, None)
-            after = [each.left_s for each in self.queue]
+            after = self._under_way()
             took_s, left, turns = self.now_s - began_s, left - 1, 1
             if _alike(after, before, took_s):
                 turns, left = 1 + left, 0
                 self.now_s += (turns - 1) * took_s
+                self._later((turns - 1) * took_s)
                 self.traffic_s += (turns - 1) * (self.traffic_s - sent_s)
                 self.served_s += (turns - 1) * (self.served_s - served_s)
                 self.own_s = max(0.0, self.own_s + (turns - 1) * (self.own_s - own_s))
             before = after
             add_all(parts, turn, turns)
             add_all(errors, wrong, turns)
+
+    def _under_way(self) -> list[float]:
+        """Return the seconds that each data-parallel transfer, and the copies to and from the host,
+        still need."""
+        copies_s = max(0.0, self.free_s["host"] - self.now_s)
+        return [*[each.left_s for each in self.queue], copies_s]
+
+    def _later(self, by_s: float) -> None:
+        """Move the end of the copies to and from the host with the clock."""
+        self.free_s["host"] += by_s
+        if ISSUED in self.shared:
+            self.shared[ISSUED] += by_s
 
 
 def _alike(left: list[float], others: list[float], of_s: float) -> bool:

@@ -194,7 +194,28 @@ def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], C
     hooks = hooks_of(kind.layout, prices) if kind.hooked else NO_HOOKS
     correct = corrections(blocks, form.pieces, prices, hooks, form.recompute)
     charge = charges(correct, prices)
+    if prices.costs.recipe.offload:
+        charge = _of_saved(charge, form, _saved(kind, form, prices))
     return repeated(_sized(form, kind.layout.microbatch_size), stands_for), charge
+
+
+def _of_saved(
+    charge: Callable[[Task], Charge], form: StageForm, ratios: Sequence[float]
+) -> Callable[[Task], Charge]:
+    """Return the charges where a copy to or from the host moves the share of counted bytes that is
+    saved; a layer that is recomputed saves its input, whole."""
+    share = dict(zip(form.saved, ratios, strict=True))
+
+    def scaled(task: Task) -> Charge:
+        found = charge(task)
+        if task.stream != "host":
+            return found
+        layer = int(task.name.split(".")[1])
+        whole = bool(form.recompute) and form.recompute[layer] == "full"
+        ratio = 1.0 if whole else share.get(form.pieces(task), 1.0)
+        return found._replace(time_s=ratio * found.time_s, error_s=ratio * found.error_s)
+
+    return scaled
 
 
 @lru_cache(maxsize=_MOST)
@@ -237,7 +258,8 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     size, several = kind.layout.microbatch_size, tuple(stands_for)
     moe = getattr(kind.model, "experts", None)
-    linear = moe is None or moe.load == "mean"  # a percentile is not linear
+    # neither a percentile is linear, nor what is large enough to be offloaded
+    linear = (moe is None or moe.load == "mean") and not prices.costs.recipe.offload
     of_any = _of_any_size(kind.layout) if linear else kind.layout
     known = forms(shorter._replace(layout=of_any, hooked=True), several, prices)
     if not known or (size not in known[0].ops and len(known[0].ops) < 2):
@@ -331,19 +353,9 @@ def _cost(
     times: Sequence[Spent] | None = None,
     optimizer: Spent = UNTIMED,
 ) -> StageCost:
-    costs = prices.costs
     form, stands_for = _form(kind, prices)
     program = repeated(form.program, stands_for)
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
-    measured = [
-        blocks.get((piece, "backward")) for piece in form.saved
-    ]  # an image model's head is not
-    saved = [1.0 if block is None else _saved_ratio(block, prices) for block in measured]
-    if "selective" in kind.recompute:
-        saved = [
-            _of_selective(ratio, kind, costs.dtype) if part == "layer" else ratio
-            for (part, _), ratio in zip(form.saved, saved, strict=True)
-        ]
+    saved = _saved(kind, form, prices)
     sizes = _bytes(form, kind.layout.microbatch_size)
     ratios = np.asarray([*saved, 1.0, 0.0])
     turns = [loop.times for loop in program.loops]
@@ -361,6 +373,22 @@ def _cost(
         tier=prices.tier,
         scratch=program.scratch_bytes,
     )
+
+
+def _saved(kind: StageKind, form: StageForm, prices: Prices) -> list[float]:
+    """Return measured over counted bytes that the forms' pieces save."""
+    dtype = prices.costs.dtype
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
+    measured = [
+        blocks.get((piece, "backward")) for piece in form.saved
+    ]  # an image model's head is not
+    saved = [1.0 if block is None else _saved_ratio(block, prices) for block in measured]
+    if "selective" in kind.recompute:
+        saved = [
+            _of_selective(ratio, kind, dtype) if part == "layer" else ratio
+            for (part, _), ratio in zip(form.saved, saved, strict=True)
+        ]
+    return saved
 
 
 def _saved_ratio(block: Block, prices: Prices) -> float:
@@ -403,7 +431,8 @@ def _corrected(
     """Return the blocks with a measured ratio, and for each buffer an index: into these blocks, or
     -2 for a factor of 1, or -1 for 0.
 
-    A block's forward results that backward reads take the measured ratio. Compiled code never
+    A block's forward results that backward reads, and what a layer sends to the host, take the
+    measured ratio. Compiled code never
     writes the result that one elementwise operation passes to the next: its factor is 0. But it
     writes what a split loss reads again after a collective. Buffers that all microbatches
     share belong to data parallelism: their factor is 1.
@@ -422,6 +451,8 @@ def _corrected(
     @cache
     def of_first(name: str) -> int:
         writer, used = writers.get(name), readers.get(name, [])
+        if copies := [task for task in used if task.stream == "host"]:
+            return found.setdefault(pieces(copies[0]), len(found))
         if writer is None or writer.part not in ("layer", "head"):
             return as_counted
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):

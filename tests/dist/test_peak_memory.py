@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from meshwise.engine import data as engine_data
 from meshwise.engine import memory, step
-from meshwise.parallel import mesh
+from meshwise.models import offload as planned
+from meshwise.parallel import mesh, offload
 from meshwise.prices import Prices, unmeasured
 from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
@@ -37,6 +38,7 @@ from meshwise.spec.layout import SPLIT
 
 pytestmark = pytest.mark.dist
 
+LARGE = 2**14  # bytes of a tensor that is offloaded; 1 MiB would leave most of them in place
 WORKLOAD = Workload(global_batch_size=8, seq_len=64)
 GPT = Model(hidden=128, layers=4, heads=4, ffn=512, vocab=1024, max_seq_len=64)
 LLAMA = Decoder(
@@ -75,6 +77,7 @@ HOST = Cluster(
 def measured(ranks, plan, layouts):
     """The highest of all ranks' peaks, by layout."""
     plan, found = msgspec.json.decode(plan, type=Plan), []
+    offload.MIN_BYTES = LARGE
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
         stages = stages_of(layout, plan.model)
         changed = replace(plan, layout=layout, stages=stages)
@@ -230,6 +233,28 @@ def test_peaks_of_other_optimizers(gloo_ranks, plan_of, optimizer, dtype):
     for layout, error in found:
         print(f"{100 * error:6.2f} %  {layout}")
     assert max(abs(error) for _, error in found) <= 0.06, found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt", marks=pytest.mark.whole)])
+def test_peaks_where_activations_wait_on_the_host(gloo_ranks, plan_of, monkeypatch, name, dtype):
+    """Hosts' copies are memory of the ranks here: they add what the layers save once more. Gate
+    and up of eager layers stay on the device under selective recomputation, unlike in plans."""
+    monkeypatch.setattr(planned, "MIN_BYTES", LARGE)
+    layouts = [
+        Layout(dp=4, zero=3, microbatch_size=2),
+        Layout(dp=4, microbatch_size=2),
+        Layout(dp=2, tp=2, zero=2, microbatch_size=2, num_microbatches=2),
+        Layout(dp=2, tp=2, sequence_parallel=True, microbatch_size=4),
+        Layout(dp=4, zero=1, microbatch_size=2, recompute="full"),
+        Layout(pp=2, dp=2, zero=1, schedule="1f1b", microbatch_size=1, num_microbatches=4),
+    ]
+    if name == "gpt":
+        layouts.append(Layout(dp=4, zero=1, microbatch_size=2, recompute="selective"))
+    found = errors(gloo_ranks, plan_of, name, dtype, layouts, offload=True)
+    for layout, error in found:
+        print(f"{100 * error:6.2f} %  {layout}")
+    assert max(abs(error) for _, error in found) <= 0.02, found
 
 
 BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq")

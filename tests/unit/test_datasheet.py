@@ -180,14 +180,14 @@ def test_how_far_the_data_sheet_is_off():
     product_s = 5.1e-6 + 2 * 8192**3 / (0.78 * 989.4e12)
     copy = Elementwise(kind="copy", read_bytes=1, write_bytes=1)
     gather = Collective(kind="all_gather", size_bytes=8, group_size=4)
-    untold = msgspec.structs.replace(copy, kind="h2d")
+    to_device = msgspec.structs.replace(copy, kind="h2d")
     about = {"runs": ("made",)}
     law = {"law": "cubic", "laws": {"cubic": Law(held_out=UNKNOWN)}, "beyond": UNKNOWN}
     law |= {"end_s_per_byte": 0.0, "end_range_s_per_byte": (0.0, 0.0), **about}
     curves = (
         Curve(like=copy, x_bytes=(2e6, 2e9), time_s=(2 * copies[0], copies[1]), **law),
         Curve(like=gather, x_bytes=(2**30, 2**33), time_s=(gathers[0], gathers[1] / 1.5), **law),
-        Curve(like=untold, x_bytes=(1e6,), time_s=(1e-3,), **law),
+        Curve(like=to_device, x_bytes=(1e6,), time_s=(1e-3,), **law),
     )
     surface = Surface(
         like=Gemm(m=1, n=1, k=1), dims=("m", "n", "k"), shapes=((8192,) * 3,),
@@ -198,12 +198,13 @@ def test_how_far_the_data_sheet_is_off():
     copied, gathered, moved, product = sheet_errors(costs)
     assert copied == (2, pytest.approx(-0.25), pytest.approx(-0.5))
     assert gathered == (2, pytest.approx(0.25), pytest.approx(0.5))
-    assert moved == (1, None, None)
+    link = pytest.approx((5.1e-6 + 5e5 / (0.85 * 63e9)) / 1e-3 - 1)  # reads half of the bytes
+    assert moved == (1, link, link)
     assert product == (1, pytest.approx(-0.1), pytest.approx(-0.1))
     *_, shown = pages.of(costs)[:-1]
     cells = [row[1:] for row in shown.rows]
     assert cells == [
-        ("2", "-25.0 %", "-50.0 %"), ("2", "+25.0 %", "+50.0 %"), ("1", "–", "–"),
+        ("2", "-25.0 %", "-50.0 %"), ("2", "+25.0 %", "+50.0 %"), ("1", "-98.6 %", "-98.6 %"),
         ("1", "-10.0 %", "-10.0 %"),
     ]  # fmt: skip
     cpus = msgspec.structs.replace(h200.device, kind="cpu", peak_memory_bytes_per_s=None)
@@ -304,7 +305,7 @@ def test_our_own_convolutions_are_within_the_error(dtype, error):
             {"peak_memory_bytes_per_s": None},
             "does not say device.peak_memory_bytes_per_s",
         ),
-        (Elementwise(kind="h2d", read_bytes=1, write_bytes=1), {}, "no rate of h2d"),
+        (Elementwise(kind="h2d", read_bytes=1, write_bytes=1), {"kind": "cpu"}, "no rate of h2d"),
         (Collective(kind="all_reduce", size_bytes=8, group_size=2), {"kind": "cpu"}, "CPU ranks"),
         (Block(part="head", model=MODEL, microbatch_size=1, seq_len=8), {}, "Block has no price"),
     ],

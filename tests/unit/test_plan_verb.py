@@ -585,7 +585,6 @@ def test_a_search_keeps_to_the_recipe(reduce):
     ("recipe", "message"),
     [
         ('{"fp8": true}', "recipe.fp8 = True: plans do not price it yet; meshwise run --model"),
-        ('{"offload": true}', "recipe.offload = True: plans do not"),
         (
             '{"prefetch": 2, "fp8": true}',
             "recipe.prefetch = 2, recipe.fp8 = True: plans do",

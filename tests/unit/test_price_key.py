@@ -364,8 +364,9 @@ def test_element_wise_work_is_priced_as_copies_which_is_said_once():
             )
             assert found.source == ("interpolated" if kind == "copy" else "transferred")
     assert len(prices.notes) == 1
-    with pytest.raises(ValueError, match="no price for h2d cold"):
-        prices.estimate(msgspec.structs.replace(copy, kind="h2d"))
+    crossing = prices.estimate(msgspec.structs.replace(copy, kind="h2d"))  # over another link
+    assert crossing.source == "datasheet"
+    assert crossing.note == "h2d cold was not measured: its data sheet's price"
 
 
 def test_costs_of_several_dtypes_and_lowerings_come_back(tmp_path):

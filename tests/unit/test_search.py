@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
-from meshwise.models import catalogue
+from meshwise.models import catalogue, offload
 from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
 from meshwise.options.measure import ProfileOptions
@@ -367,12 +367,16 @@ NARROW = [
     for weights, reduce in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))
 ]
 OPTIMIZERS = [Recipe(optimizer="sgd"), Recipe(optimizer="adafactor", weights="bf16")]
+OFFLOAD = Recipe(offload=True)
 
 
 @pytest.mark.parametrize(
-    "recipe", NARROW + OPTIMIZERS, ids=lambda of: f"{of.optimizer}-{of.weights}-{of.reduce}"
+    "recipe",
+    [*NARROW, *OPTIMIZERS, OFFLOAD],
+    ids=lambda of: f"{of.optimizer}-{of.weights}-{of.reduce}-{of.offload}",
 )
-def test_bounds_hold_under_a_recipe(recipe):
+def test_bounds_hold_under_a_recipe(recipe, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
     costs = unmeasured(files.take("h100-hgx", Cluster))
     costs = msgspec.structs.replace(costs, recipe=recipe, lowering="eager")
     prices = Prices(costs, datasheet=True)
@@ -402,18 +406,23 @@ def test_the_bound_of_a_pipeline_is_near(zero, stages):
 
 @pytest.mark.parametrize(
     ("dtype", "recipe"),
-    [("fp32", Recipe()), *(("bf16", recipe) for recipe in [Recipe(), *NARROW, *OPTIMIZERS])],
+    [
+        ("fp32", Recipe()),
+        *(("bf16", recipe) for recipe in [Recipe(), *NARROW, *OPTIMIZERS, OFFLOAD]),
+    ],
     ids=[
         "fp32",
         "bf16",
         *(f"bf16 {recipe.weights} {recipe.reduce}" for recipe in NARROW),
         *(f"bf16 {recipe.optimizer}" for recipe in OPTIMIZERS),
+        "bf16 offload",
     ],
 )
 @pytest.mark.parametrize("lowering", ["eager", "compiled"])
 @pytest.mark.parametrize("experts", [False, True])
-def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe):
+def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe, monkeypatch):
     """Of random models whose layers, vocab or activations outweigh the rest."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
     chance = random.Random(20)
     there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering, recipe=recipe)
     prices = Prices(there)

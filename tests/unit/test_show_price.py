@@ -115,7 +115,6 @@ def test_whatever_is_measured_can_be_asked(capsys):
         ("all_gather 1MiB --op max", "error: --op: the price of all_gather does not depend on it"),
         ("broadcast 1MiB --root 4", "error: --root = 4: must be < 2 ranks"),
         ("conv 8,8,8", "error: shape = '8,8,8': must be BATCH,IN,OUT,HEIGHT,WIDTH,KERNEL,STRIDE"),
-        ("h2d 1MiB", "measure it: meshwise measure health, then"),  # no profile has it
     ],
 )
 def test_what_is_missing_is_named(words, message, capsys):
