@@ -111,7 +111,8 @@ def program_of(
     data = DataParallel(layout, parts.members, dtype, parts.sharded, device, recipe)
     weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
     if recipe.offload:
-        weave.offload = Offload(*_of_layers(parts.runs), parts.sharded.buffers, device)
+        sizes, received = parts.sharded.buffers, parts.received["F"]
+        weave.offload = Offload(*_of_layers(parts.runs), sizes, received, device)
     for microbatch in range(layout.num_microbatches):
         for kind in parts.runs:
             weave.action(kind, microbatch, last=microbatch + 1 == layout.num_microbatches)

@@ -3,14 +3,14 @@
 In: the runs of each action, and the bytes of the buffers. After a layer's forward one copy to the
 host takes the large tensors that the layer saves; their memory is free once the next layer's
 forward and this copy have ended. A layer's backward begins when its tensors are back, and starts
-the copy of those of the layer before it. They are held until the layer's backward ends. The last
-layer's stay on the device, though they are copied as well.
+the copy of those of the layer before it. They are held until the layer's backward ends. A stage's
+last layer copies nothing and keeps its tensors. What a stage receives stays, too.
 
 All copies are on one stream. Who waits for it waits for all copies issued before (``ISSUED``). On a
 CPU the host's copies are memory of the rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -22,23 +22,28 @@ ISSUED = "host.issued"  # the buffer that stands for all copies issued so far
 
 
 class Offload:
-    """The copies of one stage. ``forward``, ``backward``: the tasks of each layer, in order."""
+    """The copies of one stage. ``forward``, ``backward``: the tasks of each layer, in order.
+    ``received``: buffers that arrive from outside."""
 
     def __init__(
         self,
         forward: Mapping[str, Sequence[Task]],
         backward: Mapping[str, Sequence[Task]],
         sizes: Mapping[str, Buffer],
+        received: Collection[str],
         device: Device,
     ) -> None:
         self.device = device
-        self.saved = {layer: _saved(of, backward[layer], sizes) for layer, of in forward.items()}
+        layers = [*forward]
+        self.before = dict(zip(layers, [None, *layers], strict=False))
+        moving = {name for name, of in sizes.items() if of.num_bytes >= MIN_BYTES} - {*received}
+        self.saved = {
+            layer: _saved(of, backward[layer], moving if layer != layers[-1] else ())
+            for layer, of in forward.items()
+        }
         self.size = {
             layer: sum(sizes[name].num_bytes for name in of) for layer, of in self.saved.items()
         }
-        layers = [*forward]
-        self.before = dict(zip(layers, [None, *layers], strict=False))
-        self.last = layers[-1] if layers else ""
         self.buffers: dict[str, Buffer] = {}
 
     def begin(self, microbatch: int, renamed: Mapping[str, str]) -> None:
@@ -47,23 +52,23 @@ class Offload:
 
     def kept(self, layer: str) -> dict[str, str]:
         """Return which buffers a layer's backward reads for those that the layer saved."""
-        if layer == self.last:
-            return {name: self.renamed[name] for name in self.saved[layer]}
         return dict.fromkeys(self.saved.get(layer, ()), self._name(layer, "back"))
 
     def after_forward(self, tasks: list[Task], layer: str) -> None:
         """Let the memory of the layer before go, and copy this layer's tensors to the host."""
-        leaving = self.saved[before] if (before := self.before[layer]) else ()
+        before = self.before[layer]
+        leaving = [self.renamed[name] for name in self.saved[before]] if before else []
         if leaving:
-            tasks[-1] = reading(tasks[-1], (ISSUED,))
-        names = [self.renamed[name] for name in (*leaving, *self.saved[layer])]
+            tasks[-1] = reading(tasks[-1], (ISSUED, *leaving))
+        names = [self.renamed[name] for name in self.saved[layer]]
         host = self._add(layer, "host") if self.device == "cpu" else ()
-        self._copy(tasks, layer, "d2h", tuple(names), host, len(tasks))
+        self._copy(tasks, layer, "d2h", (*leaving, *names), host, len(tasks))
 
     def before_backward(self, tasks: list[Task], start: int, layer: str) -> None:
         """Let the layer's first task, at ``start``, wait for its tensors, and fetch those of the
         layer before."""
-        tasks[start] = reading(tasks[start], (ISSUED,))
+        if self.saved[layer]:
+            tasks[start] = reading(tasks[start], (ISSUED,))
         if before := self.before[layer]:
             host = (self._name(before, "host"),) if self.device == "cpu" else ()
             self._copy(tasks, before, "h2d", host, self._add(before, "back"), start + 1)
@@ -85,7 +90,7 @@ class Offload:
         at: int,
     ) -> None:
         size, host = self.size[layer], self.device == "cpu"
-        if size or reads:
+        if size:
             op = elementwise("copy" if host else kind, size, size, "forward")
             self.buffers[ISSUED] = Buffer(0, "activation")
             about = f"{layer}.{kind}", op, "host", "layer", "forward"
@@ -107,9 +112,9 @@ def reading(task: Task, more: tuple[str, ...]) -> Task:
 
 
 def _saved(
-    forward: Sequence[Task], backward: Sequence[Task], sizes: Mapping[str, Buffer]
+    forward: Sequence[Task], backward: Sequence[Task], moving: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the large buffers of a layer's forward that its backward reads."""
+    """Return the buffers of a layer's forward that its backward reads, of those that may move."""
     made = {name for task in forward for name in (*task.reads, *task.writes)}
     read = dict.fromkeys(name for task in backward for name in task.reads)
-    return tuple(name for name in read if name in made and sizes[name].num_bytes >= MIN_BYTES)
+    return tuple(name for name in read if name in made and name in moving)

@@ -2,9 +2,10 @@
 
 In: a laid-out stage. Afterwards every storage of at least 1 MiB that a layer saves, other than its
 parameters and buffers, is copied to pinned host memory while the next layer computes. Its device
-memory is free once that next layer has ended. In backward the first use of a layer's saved tensors
-brings all of them back and starts fetching those of the layer before it, so that copies overlap
-computation. The last layer's tensors stay on the device, because its backward comes next.
+memory is free once that next layer has ended. It comes back while that next layer computes its
+backward. The last layer copies nothing and keeps its tensors on the device: the stage computes
+nothing that could hide their way back. What the stage receives stays, too, because the pipeline
+holds it until its backward. So a stage of one layer saves no memory.
 
 Memory is released in stream order: the compute stream waits for a copy before its source may be
 used again. Each storage is moved once and whole, so views of it keep their strides. On a CPU the
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from meshwise.models.offload import MIN_BYTES
-from meshwise.nn.stage import Layer, ModelStage
+from meshwise.nn.stage import Layer, ModelStage, nothing
 
 Side = torch.cuda.Stream | None
 
@@ -30,8 +31,8 @@ Side = torch.cuda.Stream | None
 class _SavedByCall:
     """The storages that one call of a layer saved: on the device, on the host, or on both."""
 
-    def __init__(self, before: "_SavedByCall | None", home: torch.device, side: Side) -> None:
-        self.before, self.home, self.side = before, home, side
+    def __init__(self, home: torch.device, side: Side) -> None:
+        self.home, self.side = home, side
         self.device: list[Tensor] = []  # empty: on the host only
         self.host: list[Tensor] = []
         self.numbers: dict[tuple[int, int], int] = {}  # by address and version
@@ -61,9 +62,6 @@ class _SavedByCall:
         """Return a storage for backward."""
         self.fetch()
         self.wait()
-        if self.before is not None:
-            self.before.fetch()
-            self.before = None
         return self.device[number].untyped_storage()
 
     def copy(self, source: Tensor, device: torch.device) -> Tensor:
@@ -100,31 +98,48 @@ class _View(NamedTuple):
 class _Calls:
     """The calls of one stage's layers, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelStage) -> None:
+        layers = [*model.layers.values()]
+        self.last, self.receiver = layers[-1], None if model.first else layers[0]
         self.side: Side = None
         # weak: the graph owns it
-        self.latest: Callable[[], _SavedByCall | None] = lambda: None
+        self.latest: Callable[[], _SavedByCall | None] = nothing
 
-    def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
+    def run(self, call: Callable[[Tensor], Any], layer: nn.Module, x: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return call(x)
+        earlier = self.latest
+        if layer is self.last:
+            self.latest, out = nothing, call(x)
+        else:
+            out = self.moving(call, layer, x)
+        if (group := earlier()) is not None:
+            group.leave()  # its copies ran while this layer computed
+
+            def fetch(_: Tensor) -> None:  # as this layer's backward begins
+                if (group := earlier()) is not None:
+                    group.fetch()
+
+            out.register_hook(fetch)
+        return out
+
+    def moving(self, call: Callable[[Tensor], Any], layer: nn.Module, x: Tensor) -> Any:
+        """Call a layer whose saved tensors go to the host."""
         if x.is_cuda and self.side is None:
             self.side = torch.cuda.Stream()
-        earlier = self.latest()
-        group = _SavedByCall(None if first else earlier, x.device, self.side)
+        group = _SavedByCall(x.device, self.side)
         self.latest = weakref.ref(group)
+        received = [x] if layer is self.receiver else []
         staying: set[int] = set()
 
         def pack(value: Tensor) -> Tensor | _View:
             if not staying:  # not earlier, because FSDP2 has only just gathered the weights
-                staying.update(_address(t) for t in chain(layer.parameters(), layer.buffers()))
+                owned = chain(layer.parameters(), layer.buffers(), received)
+                staying.update(map(_address, owned))
             return _pack(value, group, staying)
 
         with saved_tensors_hooks(pack, _unpack):
-            out = call(x)
-        if earlier is not None:
-            earlier.leave()  # its copies ran while this layer computed
-        return out
+            return call(x)
 
 
 def offload_saved(model: ModelStage) -> None:
@@ -133,19 +148,18 @@ def offload_saved(model: ModelStage) -> None:
     The layers' class gets a ``__call__`` around torch's, outside compiled code and outside FSDP2's
     hooks. Layers of one class share one new class; otherwise each would be compiled separately.
     """
-    calls, kinds = _Calls(), dict[type, type]()
-    first, *_ = model.layers.values()
+    calls, kinds = _Calls(model), dict[type, type]()
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         if (kind := type(layer)) not in kinds:
-            wrapped = {"__call__": _around(kind, calls, first)}
+            wrapped = {"__call__": _around(kind, calls)}
             kinds[kind] = type(f"Offloaded{kind.__name__}", (kind,), wrapped)
         layer.__class__ = kinds[kind]
 
 
-def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[..., Any]:
+def _around(kind: type[nn.Module], calls: _Calls) -> Callable[..., Any]:
     def call(layer: nn.Module, x: Tensor) -> Any:
-        return calls.run(lambda x: kind.__call__(layer, x), layer, layer is first, x)
+        return calls.run(lambda x: kind.__call__(layer, x), layer, x)
 
     return call
 

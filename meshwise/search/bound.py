@@ -58,6 +58,7 @@ from meshwise.search.stage import (
     StageKind,
     blocks_in,
     graph_of,
+    layers_ahead,
     pieces_of,
     priced,
     stage_cost,
@@ -337,12 +338,13 @@ def layer_work(
 
 @lru_cache(maxsize=65536)
 def _added_bytes(model: AnyModel, seq_len: int, cut: Layout, prices: Prices, of: Layer) -> float:
-    """Return the bytes that a layer behind another such layer saves: of compiled layers only the
+    """Return the bytes that a layer behind other such layers saves: of compiled layers only the
     first one's input is saved whole."""
     kind, word = of
     one = StageKind(model, seq_len, (kind,), False, False, (word,), cut, False, hooked=False)
-    two = one._replace(layers=one.layers * 2, recompute=one.recompute * 2)
-    less, more = (_left(stage_memory(each, prices).actions["F"][0][1]) for each in (one, two))
+    counts = layers_ahead(prices), layers_ahead(prices) + 1
+    each = [one._replace(layers=one.layers * n, recompute=one.recompute * n) for n in counts]
+    less, more = (_left(stage_memory(some, prices).actions["F"][0][1]) for some in each)
     return more - less
 
 

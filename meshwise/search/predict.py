@@ -56,7 +56,6 @@ from meshwise.spec.plan import OUTSIDE_ALLOCATOR
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
 PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
-IN_PIPELINES = "offload: steps of pipelines take longer, as last layers' tensors come back, too"
 _flops = lru_cache(step_flops)
 
 
@@ -83,8 +82,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     rate = _flops(model, workload) / step.time_s / layout.num_devices
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
     notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
-    where = [f"memory peaks on rank {rank}"] if rank else []
-    where += [IN_PIPELINES] if costs.recipe.offload and layout.pp > 1 else []
+    where = (f"memory peaks on rank {rank}",) if rank else ()
     messages_s = sum(step.parts.get(part, 0.0) for part in PASSED)
     p50_s, p95_s = tail(step.time_s, messages_s, model, layout, prices)
     return Prediction(

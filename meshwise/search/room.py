@@ -28,7 +28,7 @@ from meshwise.search.bound import (
     stages_of,
 )
 from meshwise.search.predict import images_bytes, in_transit, most_sent
-from meshwise.search.stage import Layer, StageKind
+from meshwise.search.stage import Layer, StageKind, layers_ahead
 from meshwise.spec import (
     DTYPE_BYTES,
     AnyModel,
@@ -193,17 +193,25 @@ def _activity(
 
     whole = {of: some((of,), end.first, end.last) for of in set(layers)}
     single = {of: some((of,), False, False) for of in set(layers)}
-    pairs = {two: some(two, False, False) for two in {*pairwise(layers), (layers[0],) * 2}}
     start, *others = layers
-    further = {two: of[1] - single[two[0]][1] for two, of in pairs.items()}
+    count = layers_ahead(prices)
+    pairs = {
+        two: some((two[0],) * count + two[1:], False, False)
+        for two in {*pairwise(layers), (start, start)}
+    }
+    further = {two: of[1] - some(two[:1] * count, False, False)[1] for two, of in pairs.items()}
     held = whole[start][1] + sum(further[two] for two in pairwise(layers))
     # the first microbatch holds its input whole, the others only the part that is saved
     unsaved = further[start, start] - single[start][1]
+    more, less = max(0.0, unsaved), min(0.0, unsaved)
+    if prices.costs.recipe.offload:  # a stage may keep its first layer's input, or move it
+        more = some(((start[0], "full"),), False, False)[1]
+        less = -more
     most_single = max(of[1] for of in whole.values())
     return Activity(
         parameters=whole[start][0] + sum(single[of][0] for of in others),
-        held=held + max(0.0, unsaved),
-        held_least=held + min(0.0, unsaved),
+        held=held + more,
+        held_least=held + less,
         single=most_single,
         action=max(of[2] for of in (*whole.values(), *pairs.values())),
         backward=some(layers[-1:], False, end.last)[3],  # its first layer: all others' are held

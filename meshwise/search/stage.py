@@ -138,6 +138,12 @@ def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
     ]
 
 
+def layers_ahead(prices: Prices) -> int:
+    """Return behind how many layers one more adds what any layer in the middle of a stage saves.
+    Under offload the first layer keeps what the stage receives, and the last one all."""
+    return 1 + prices.costs.recipe.offload
+
+
 def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
     """Return the graph of such a stage for one microbatch."""
     return graph(
@@ -253,7 +259,8 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     pattern, in a row: the second stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
-    short, stands_for = _shortened(tuple(zip(kind.layers, words, strict=True)))
+    apart = prices.costs.recipe.offload and not kind.first  # the first layer keeps what it receives
+    short, stands_for = _shortened(tuple(zip(kind.layers, words, strict=True)), int(apart))
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     size, several = kind.layout.microbatch_size, tuple(stands_for)
@@ -327,9 +334,10 @@ def _bytes(form: StageForm, size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=_MOST)
-def _shortened(layers: tuple[Layer, ...]) -> tuple[list[Layer], dict[int, int]]:
-    """Return the shortened list of layers, and how many layers some of them stand for."""
-    short, times, at = list[Layer](), dict[int, int](), 0
+def _shortened(layers: tuple[Layer, ...], at: int = 0) -> tuple[list[Layer], dict[int, int]]:
+    """Return the shortened list of layers, and how many layers some of them stand for. The first
+    ``at`` stand for themselves."""
+    short, times = [*layers[:at]], dict[int, int]()
 
     def repeats(size: int) -> int:
         count = 1

@@ -125,8 +125,8 @@ def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
 
 
 def _offloaded_bytes(plan: Plan, inside: Layout, layers: range) -> float:
-    """Return the bytes of a microbatch's layer inputs, except the last layer's, which stays on the
-    device."""
+    """Return the bytes of a microbatch's layer inputs that leave the device: neither the last
+    layer's nor what the stage receives."""
     shape = plan.model, inside.microbatch_size, plan.workload.seq_len
-    inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[:-1])
+    inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[layers.start > 0 : -1])
     return inputs * DTYPE_BYTES[plan.dtype] / inside.cp / inside.tp

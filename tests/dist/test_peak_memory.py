@@ -257,6 +257,23 @@ def test_peaks_where_activations_wait_on_the_host(gloo_ranks, plan_of, monkeypat
     assert max(abs(error) for _, error in found) <= 0.02, found
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peaks_of_pipelines_whose_activations_wait(gloo_ranks, plan_of, monkeypatch, recompute):
+    """The second stage has the peak. Its first layer's input stays, and all that its last saves."""
+    monkeypatch.setattr(planned, "MIN_BYTES", LARGE)
+    monkeypatch.setitem(FAMILIES, "gpt", replace(GPT, layers=9, hidden=64, ffn=256, vocab=128))
+    layout = Layout(
+        pp=4, layers=(1, 6, 1, 1), schedule="1f1b", microbatch_size=4, num_microbatches=8,
+        recompute=recompute,
+    )  # fmt: skip
+    monkeypatch.setattr(
+        "tests.dist.test_peak_memory.WORKLOAD", replace(WORKLOAD, global_batch_size=32)
+    )
+    ((_, error),) = errors(gloo_ranks, plan_of, "gpt", "fp32", [layout], offload=True)
+    print(f"{100 * error:6.2f} %")
+    assert abs(error) <= 0.02
+
+
 BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from meshwise.engine import data, nonfinite, phases, step
 from meshwise.parallel import mesh, offload
-from meshwise.spec import Layout, Model, Plan, Workload
+from meshwise.spec import Layout, Model, Plan, Workload, rank_of
 from meshwise.spec.phases import ADDENDS
 
 MODEL = Model(hidden=16, layers=4, heads=4, ffn=32, vocab=101, max_seq_len=8)
@@ -205,19 +205,34 @@ def test_the_first_module_that_is_not_finite_is_named(gloo_ranks, plan_of, layou
 
 
 def trained(ranks, plan):
-    """Whether two steps leave the same weights when activations wait on the host; moves made."""
+    """Whether two steps give the same losses and weights when activations wait on the host; which
+    layers' copies go there; how often a layer's tensors come back."""
     alone, moving = training_of(ranks, plan), training_of(ranks, plan)
-    offload.MIN_BYTES = 1
-    for stage in moving.pipeline.stages.values():
-        offload.offload_saved(stage.module)
-    moves = []
-    copy = offload._SavedByCall.copy
-    offload._SavedByCall.copy = lambda self, *to: moves.append(1) or copy(self, *to)
-    for index in range(2):
-        step.run(alone, index)
-        step.run(moving, index)
-    offload._SavedByCall.copy, offload.MIN_BYTES = copy, 2**20
-    return [weights(alone) == weights(moving), len(moves)]
+    running, marks, sent, losses, fetches = [], [], set(), [], 0
+    copy, fetch = offload._SavedByCall.copy, offload._SavedByCall.fetch
+
+    def copied(self, *to):
+        if marks[-1].startswith("F"):
+            sent.add(running[-1])
+        return copy(self, *to)
+
+    def fetched(self):
+        nonlocal fetches
+        fetches += not self.device
+        fetch(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "MIN_BYTES", 1)
+        patch.setattr(offload._SavedByCall, "copy", copied)
+        patch.setattr(offload._SavedByCall, "fetch", fetched)
+        for stage in moving.pipeline.stages.values():
+            offload.offload_saved(stage.module)
+            for name, layer in stage.module.layers.items():
+                layer.register_forward_pre_hook(lambda *_, name=name: running.append(int(name)))
+        for index in range(2):
+            losses.append([step.run(alone, index), step.run(moving, index, marks.append)])
+    same = all(torch.equal(*each) for each in losses) and weights(alone) == weights(moving)
+    return [same, sorted(sent), fetches]
 
 
 @pytest.mark.dist
@@ -226,6 +241,17 @@ def trained(ranks, plan):
     [SHARDED, PIPED, *(pytest.param(each, marks=pytest.mark.whole) for each in (SPLIT, LOOPED))],
     ids=lambda layout: layout.name,
 )
-def test_offload_changes_no_bit(gloo_ranks, plan_of, layout):
-    for same, moves in gloo_ranks(2, trained, plan=encoded(plan_of, layout)):
-        assert same and moves > 0
+def test_offload_changes_no_bit_and_leaves_the_last_layer_of_each_stage(
+    gloo_ranks, plan_of, layout
+):
+    deep = msgspec.structs.replace(MODEL, layers=8)
+    plan = msgspec.json.encode(plan_of(deep, WORKLOAD, layout)).decode()
+    stages = layout.stage_layers(deep.layers)
+    for rank, found in enumerate(gloo_ranks(2, trained, plan=plan)):
+        mine = [
+            layers
+            for stage, layers in enumerate(stages)
+            if rank_of(layout.schedule, stage, layout.pp) == layout.pipeline_rank_of(rank)
+        ]
+        sent = sorted(layer for layers in mine for layer in layers[:-1])
+        assert found == [True, sent, 2 * layout.num_microbatches * len(sent)]

@@ -87,6 +87,9 @@ def test_inference_and_decoding_need_less_or_more():
     assert decoding == near(2 * WHOLE + 4 * 3 * (64 + 36) * 2 * 1024 * 2)
     _, (host,) = needed(recipe={"offload": True}, microbatch_size=2)
     assert host == 3 * 2 * 64 * 1024 * 4  # the inputs of all layers but the last
+    piped = {"pp": 2, "schedule": "1f1b", "num_microbatches": 2}
+    _, hosts = needed(recipe={"offload": True}, **piped)
+    assert hosts == [64 * 1024 * 4, 0]  # two layers each; the second stage receives its input
 
 
 def test_a_check_needs_the_whole_model_once_the_ranks_have_let_go(monkeypatch):

@@ -12,7 +12,6 @@ from meshwise.models import offload
 from meshwise.models.graph import elementwise
 from meshwise.prices import Prices, unmeasured
 from meshwise.search import stage
-from meshwise.search.predict import IN_PIPELINES
 from meshwise.search.simulate import TO_HOST, run_program
 from meshwise.spec import Cluster, Decoder, Layout, Recipe, Workload, layer_kinds
 from meshwise.verbs import files
@@ -55,20 +54,14 @@ def of_layer_0(task):
     return msgspec.structs.replace(task, name=re.sub(r"^layers\.\d+", "layers.0", task.name))
 
 
-def test_recomputed_layers_send_their_inputs_and_fetch_all_but_the_last():
+def test_recomputed_layers_send_and_fetch_their_inputs_but_the_last():
     graph = models.graph(MODEL, 4, 2048, "bf16", recompute=("full",) * 12)
     program = models.program_of(graph, LAYOUT, "bf16", recipe=Recipe(offload=True))
     copies = [task for task in program.tasks if task.stream == "host"]
-    for kind, layers in (("d2h", range(12)), ("h2d", [*range(10, -1, -1)])):
+    for kind, layers in (("d2h", range(11)), ("h2d", [*range(10, -1, -1)])):
         found = [task for task in copies if task.op.kind == kind]
         assert [task.name for task in found] == 2 * [f"layers.{n}.{kind}" for n in layers]
         assert {task.op.read_bytes for task in found} == {INPUT}
-
-
-def test_pipelines_say_what_they_leave_out():
-    layout = Layout(pp=2, schedule="1f1b", microbatch_size=1, num_microbatches=8)
-    assert IN_PIPELINES in told(layout).notes
-    assert IN_PIPELINES not in told().notes
 
 
 def test_small_tensors_stay(monkeypatch):
@@ -83,7 +76,7 @@ def test_a_fast_link_is_hidden_and_a_slow_one_sets_the_pace():
     with at_rate(1e15):
         assert told().step_time_s == pytest.approx(plain_s, rel=1e-3)
     with at_rate(1e8):
-        copied_s = 2 * (12 + 11) * INPUT / 1e8
+        copied_s = 2 * (11 + 11) * INPUT / 1e8
         assert copied_s < told().step_time_s < copied_s + plain_s
         assert exposed_s(told()) > 0.98 * copied_s - plain_s
 
@@ -95,15 +88,61 @@ def test_the_data_sheets_rate_is_that_of_the_link():
     assert estimate.time_s == pytest.approx(2**30 / RATE, rel=1e-3)
 
 
-def test_forward_leaves_the_last_layers_input_on_the_device():
-    """The inputs of the 11 other layers are on the host."""
-    left = []
-    for of in (False, True):
-        by = prices("eager", of)
-        (kind,) = stage.kinds_of(MODEL, 2048, LAYOUT)
-        ((_, live), *_) = stage.stage_memory(kind, by).actions["F"]
-        left.append(live.left["activations"])
-    assert left[0] - left[1] == 11 * INPUT
+def left_on_device(layout, offloaded):
+    """The bytes that forward leaves of each microbatch, by stage."""
+    by = prices("eager", offloaded)
+    costs = [stage.stage_memory(kind, by) for kind in stage.kinds_of(MODEL, 2048, layout)]
+    lives = [[live.left["activations"] for _, live in of.actions["F"]] for of in costs]
+    assert all(len({*of}) == 1 for of in lives)
+    return [of[0] for of in lives]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 6, 12])
+def test_microbatches_in_flight_hold_a_layers_input_and_what_the_stage_received(pp):
+    """All layers are recomputed: each saves its input. The last keeps it on the device. The first
+    stage makes its first layer's input, the others receive it and keep it, too."""
+    layout = msgspec.structs.replace(
+        LAYOUT, pp=pp, schedule="1f1b" if pp > 1 else "none", num_microbatches=12
+    )
+    each, plain = 12 // pp, left_on_device(layout, False)
+    fewer = [
+        before - after for before, after in zip(plain, left_on_device(layout, True), strict=True)
+    ]
+    assert fewer == [(each - 1) * INPUT, *[max(0, each - 2) * INPUT] * (pp - 1)]
+    assert plain[1:-1] == [each * INPUT] * (pp - 2)
+
+
+@pytest.mark.parametrize("word", ["none", "full"])
+def test_stages_of_one_layer_are_as_without_offload(word):
+    layout = Layout(pp=12, schedule="1f1b", microbatch_size=1, num_microbatches=8, recompute=word)
+    plain, moving = told(layout, offload=False), told(layout)
+    assert moving.peak_memory_bytes == plain.peak_memory_bytes
+    assert moving.step_time_s == plain.step_time_s
+
+
+def test_the_search_knows_that_stages_of_one_layer_save_nothing():
+    """On devices with one byte less than four stages of a layer need, only longer ones fit, and
+    only under offload."""
+    model = msgspec.structs.replace(MODEL, layers=4)
+    workload = msgspec.structs.replace(WORKLOAD, global_batch_size=32)
+    single = Layout(pp=4, schedule="1f1b", microbatch_size=1, num_microbatches=32)
+    within = search.space_of(["recompute=none", "tp=1", "cp=1"])
+
+    def found(offloaded):
+        costs = prices("eager", offloaded).costs
+        needs = search.predict(model, workload, single, prices("eager", offloaded))
+        size = needs.peak_memory_bytes - 1 + costs.cluster.reserved_bytes
+        device = msgspec.structs.replace(costs.cluster.device, memory_bytes=size)
+        there = msgspec.structs.replace(costs.cluster, device=device)
+        costs = msgspec.structs.replace(costs, cluster=there)
+        return search.find(model, workload, costs, num_devices=4, within=within)
+
+    with pytest.raises(search.NoLayout):
+        found(False)
+    plan = found(True)
+    for layout in (plan.layout, *[each.layout for each in plan.runners_up]):
+        assert any(len(layers) > 1 for layers in layout.stage_layers(4)), layout.name
+    assert exposed_s(plan.prediction) > 0
 
 
 @pytest.mark.parametrize("word", ["none", "full"])
