@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_718,
     "probe": 7_149,
     "reshard": 5_101,
-    "search": 5_851,
+    "search": 5_854,
     "spec": 3_409,
     "suites": 996,
     "verbs": 4_935,
