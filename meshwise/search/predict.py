@@ -55,6 +55,7 @@ from meshwise.spec.layout import rank_of
 from meshwise.spec.plan import OUTSIDE_ALLOCATOR
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
+ALL_STAY = "offload moves nothing: each stage has one layer; plan without it, too"
 PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
 _flops = lru_cache(step_flops)
 
@@ -83,6 +84,8 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
     notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
     where = (f"memory peaks on rank {rank}",) if rank else ()
+    if costs.recipe.offload and layout.num_stages == model.layers:
+        where = (ALL_STAY, *where)
     messages_s = sum(step.parts.get(part, 0.0) for part in PASSED)
     p50_s, p95_s = tail(step.time_s, messages_s, model, layout, prices)
     return Prediction(

@@ -12,6 +12,7 @@ from meshwise.models import offload
 from meshwise.models.graph import elementwise
 from meshwise.prices import Prices, unmeasured
 from meshwise.search import stage
+from meshwise.search.predict import ALL_STAY
 from meshwise.search.simulate import TO_HOST, run_program
 from meshwise.spec import Cluster, Decoder, Layout, Recipe, Workload, layer_kinds
 from meshwise.verbs import files
@@ -118,6 +119,7 @@ def test_stages_of_one_layer_are_as_without_offload(word):
     plain, moving = told(layout, offload=False), told(layout)
     assert moving.peak_memory_bytes == plain.peak_memory_bytes
     assert moving.step_time_s == plain.step_time_s
+    assert ALL_STAY in moving.notes and ALL_STAY not in (*plain.notes, *told().notes)
 
 
 def test_the_search_knows_that_stages_of_one_layer_save_nothing():
