@@ -10,13 +10,13 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
-    "cli": 1_499,
+    "cli": 1_500,
     "engine": 3_270,
     "fit": 1_406,
     "launch": 1_850,
     "models": 4_926,
     "nn": 1_362,
-    "options": 1_436,
+    "options": 1_438,
     "pages": 6_543,
     "parallel": 3_196,
     "prices": 1_704,
@@ -24,8 +24,8 @@ ROOMS = {
     "reshard": 5_101,
     "search": 5_784,
     "spec": 3_409,
-    "suites": 996,
-    "verbs": 4_935,
+    "suites": 1_003,
+    "verbs": 4_943,
     "": 4_343,  # modules beside the rooms
 }
 
