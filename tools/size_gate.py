@@ -19,7 +19,7 @@ ROOMS = {
     "options": 1_440,
     "pages": 6_543,
     "parallel": 3_196,
-    "prices": 1_704,
+    "prices": 1_716,
     "probe": 7_149,
     "reshard": 5_101,
     "search": 5_784,
