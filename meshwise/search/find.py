@@ -98,7 +98,8 @@ def find(
             f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices, within)
-    log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
+    each = "each with all ways to recompute"
+    log.info("comparing %s layouts of %d device(s), %s", f"{len(layouts):,}", num_devices, each)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
     about = (model, workload.seq_len, prices, within)
