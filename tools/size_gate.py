@@ -16,7 +16,7 @@ ROOMS = {
     "launch": 1_857,
     "models": 4_926,
     "nn": 1_362,
-    "options": 1_440,
+    "options": 1_444,
     "pages": 6_543,
     "parallel": 3_196,
     "prices": 1_716,
@@ -25,7 +25,7 @@ ROOMS = {
     "search": 5_785,
     "spec": 3_409,
     "suites": 1_003,
-    "verbs": 4_943,
+    "verbs": 4_962,
     "": 4_343,  # modules beside the rooms
 }
 
