@@ -15,7 +15,7 @@ from meshwise import timeline
 from meshwise.files import read_text
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
-from meshwise.prices import Prices, on_hosts, unmeasured
+from meshwise.prices import Prices
 from meshwise.spec import (
     Answers,
     AnyModel,
@@ -31,8 +31,8 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import files, ties
+from meshwise.verbs.costs import known_prices
 
-DEFAULT_COSTS = "costs.json"
 log = logging.getLogger("meshwise")
 
 
@@ -49,7 +49,7 @@ def plan(asked: PlanOptions) -> Plan:
 
     model, measured_only = asked.model, asked.measured_only
     chosen = None if model is None else catalogue.find_any(model)
-    prices = _prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
+    prices = known_prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
     if asked.recipe is not None:
         recipe = files.record(asked.recipe, Recipe)
         prices = msgspec.structs.replace(prices, recipe=recipe)
@@ -185,48 +185,6 @@ def _refit(plan: Plan, to: Path | str) -> RefitCost:
             "to its first tier"
         )
     return forecast.between_plans(plan, files.take(to, Plan), given)
-
-
-def _prices(
-    cluster: Path | str | None, hosts: int | None, costs: Path | str | None, *, measured_only: bool
-) -> Costs:
-    """Return prices from costs, from a cluster, or from both."""
-    described = None if cluster is None else files.take(cluster, Cluster)
-    if costs is None and described is not None:
-        if measured_only:
-            raise ValueError(
-                f"measured_only: nothing was measured of cluster {described.name!r}; give its "
-                "prices with --costs, or leave --measured-only out"
-            )
-        if Path(DEFAULT_COSTS).exists():
-            log.info("%s is not read beside --cluster, unless --costs names it", DEFAULT_COSTS)
-        there = described if hosts is None else on_hosts(described, hosts)
-        return unmeasured(there)
-    if costs is None and not Path(DEFAULT_COSTS).exists():
-        raise ValueError(
-            f"{DEFAULT_COSTS} does not exist; `meshwise calibrate` writes it, or plan by data "
-            "sheets with --cluster (a file, or h100-hgx) and --hosts"
-        )
-    found = files.prices(DEFAULT_COSTS if costs is None else costs)
-    if described is not None:
-        check_alike(found.cluster, described)
-        hosts = described.num_hosts if hosts is None else hosts
-    if hosts is None:
-        return found
-    return msgspec.structs.replace(found, cluster=on_hosts(found.cluster, hosts, described))
-
-
-def check_alike(measured: Cluster, described: Cluster) -> None:
-    """Refuse prices of other devices, or of hosts with another number of them."""
-    for field, here, there in (
-        ("device.name", measured.device.name, described.device.name),
-        ("num_devices_per_host", measured.num_devices_per_host, described.num_devices_per_host),
-    ):
-        if here != there:
-            raise ValueError(
-                f"cluster {described.name!r}: {field} is {there}, but the costs are for {here}; "
-                "leave --cluster or --costs out"
-            )
 
 
 def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
