@@ -25,7 +25,7 @@ ROOMS = {
     "search": 5_785,
     "spec": 3_409,
     "suites": 1_003,
-    "verbs": 4_962,
+    "verbs": 4_975,
     "": 4_343,  # modules beside the rooms
 }
 
