@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_716,
     "probe": 7_149,
     "reshard": 5_101,
-    "search": 5_785,
+    "search": 5_784,
     "spec": 3_409,
     "suites": 1_003,
     "verbs": 4_975,

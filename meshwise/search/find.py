@@ -98,8 +98,7 @@ def find(
             f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices, within)
-    each = "each with all ways to recompute"
-    log.info("comparing %s layouts of %d device(s), %s", f"{len(layouts):,}", num_devices, each)
+    log.info("comparing %s layouts of %d device(s)", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
     about = (model, workload.seq_len, prices, within)
