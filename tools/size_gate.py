@@ -9,23 +9,23 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwise"
 MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
-    "attention": 4_344,
+    "attention": 4_345,
     "cli": 1_500,
     "engine": 3_270,
     "fit": 1_406,
     "launch": 1_857,
-    "models": 4_926,
+    "models": 4_993,
     "nn": 1_362,
-    "options": 1_444,
-    "pages": 6_543,
+    "options": 1_462,
+    "pages": 6_557,
     "parallel": 3_196,
-    "prices": 1_716,
+    "prices": 1_728,
     "probe": 7_149,
     "reshard": 5_101,
-    "search": 5_784,
-    "spec": 3_409,
+    "search": 5_827,
+    "spec": 3_416,
     "suites": 1_003,
-    "verbs": 4_975,
+    "verbs": 4_986,
     "": 4_343,  # modules beside the rooms
 }
 

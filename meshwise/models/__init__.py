@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshwise.models import families
+from meshwise.models import families, kernels
 from meshwise.models.apply import ActionSpan, Loop, Program, program_of
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
@@ -28,6 +28,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import Recompute
 from meshwise.spec.op import Direction, Dtype
+from meshwise.spec.recipe import AttentionBackend
 
 __all__ = [
     "DIRECTIONS",
@@ -66,19 +67,21 @@ def graph(
     last: bool = True,
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
+    attention: AttentionBackend = "auto",
 ) -> Graph:
     """Build the graph of a training step (forward, backward and optimizer) on ``batch`` sequences
     of ``seq`` tokens, or on ``batch`` images.
 
     The graph covers the whole model, or a pipeline stage with ``layers`` of these kinds
     (``families.forward``). ``recompute``: one word per layer; () recomputes nothing. ``device``:
-    the device whose eager kernels run.
+    the device whose eager kernels run. ``attention``: the recipe's back end.
     """
     if dtype == "fp8":
         raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
     if isinstance(model, Decoder):
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
+    forward = kernels.by_math(forward) if attention == "math" else forward
     return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
 
 

@@ -211,8 +211,9 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
         group, relative = task.part + correct.way(task), estimate.error
-        if error is None or error.num_points == 0:
-            group = type(task.op).__name__
+        kernel = prices.in_step(task.op).backend  # that measured blocks do not have
+        if kernel or error is None or error.num_points == 0:
+            group = f"{type(task.op).__name__} {kernel}".rstrip()
             relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90

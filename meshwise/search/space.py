@@ -23,10 +23,11 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from meshwise import schedule
-from meshwise.models import placement
+from meshwise.models import kernels, placement
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
+from meshwise.spec.recipe import CP_CHOOSES
 
 Reasons = Counter[str]
 OUTSIDE = "outside the space asked for"
@@ -49,7 +50,9 @@ def divisors(n: int) -> list[int]:
 def legal_layouts(
     model: AnyModel, workload: Workload, costs: Costs, num_devices: int, within: Space = ANY
 ) -> tuple[list[Layout], list[Removal]]:
-    """Return the legal layouts in a fixed order, and how many layouts each constraint removed."""
+    """Return the legal layouts in a fixed order, and how many layouts each constraint removed. A
+    recipe's kernel that cannot run the model is a ValueError."""
+    kernels.check(costs.recipe, costs.cluster.device.kind, costs.dtype, model)
     removed = Reasons()
     layouts, host = [], costs.cluster.num_devices_per_host
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
@@ -201,4 +204,6 @@ def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
         return f"{pp * stages} stages are more than layers = {model.layers}"
     if schedule.check(name, pp, stages, layout.num_microbatches):
         return f"{name} needs another number of microbatches"
+    if layout.cp > 1 and costs.recipe.attention != "auto":
+        return CP_CHOOSES
     return None

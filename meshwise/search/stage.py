@@ -32,6 +32,7 @@ from meshwise.models import (
     saved_block_bytes,
 )
 from meshwise.models.apply import repeated
+from meshwise.models.kernels import KEPT
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
@@ -150,6 +151,7 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         last=kind.last,
         recompute=kind.recompute,
         device=device_of(by.cluster, by.lowering),
+        attention=by.recipe.attention,
     )
 
 
@@ -422,7 +424,7 @@ def _corrected(
     @cache
     def of_first(name: str) -> int:
         writer, used = writers.get(name), readers.get(name, [])
-        if writer is None or writer.part not in ("layer", "head"):
+        if writer is None or writer.part not in ("layer", "head") or KEPT in name:
             return as_counted
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):
             return found.setdefault(pieces(writer), len(found))

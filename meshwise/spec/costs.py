@@ -206,7 +206,7 @@ class Spread(Record, kw_only=True):
 
 
 # fields of a recipe that change a step, and that no prediction knows
-UNPRICED = ("attention", "prefetch", "fp8", "offload", "async_tp")
+UNPRICED = ("prefetch", "fp8", "offload", "async_tp")
 NO_PRICE = "plans do not price it yet; meshwise run --model ... --recipe runs it without a price"
 
 

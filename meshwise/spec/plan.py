@@ -13,7 +13,7 @@ from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, TpSums, Way, Workload, rank_of
 from meshwise.spec.model import AnyModel, LayerKind, layer_kinds
 from meshwise.spec.op import Dtype
-from meshwise.spec.recipe import Recipe
+from meshwise.spec.recipe import CP_CHOOSES, Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 from meshwise.spec.vision import WideResNet
 
@@ -344,3 +344,5 @@ class Plan(Record, kw_only=True):
             self.fail("recipe", "weights of bf16 would add up in bf16 where tp_sums is together")
         if recipe.weights == "bf16" and self.dtype != "bf16":
             self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")
+        if recipe.attention != "auto" and any(stage.cp > 1 for stage in self.stages):
+            self.fail("recipe", f"{CP_CHOOSES}; use auto, or cp 1")

@@ -50,9 +50,10 @@ def plan(asked: PlanOptions) -> Plan:
     model, measured_only = asked.model, asked.measured_only
     chosen = None if model is None else catalogue.find_any(model)
     prices = known_prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
-    if asked.recipe is not None:
-        recipe = files.record(asked.recipe, Recipe)
-        prices = msgspec.structs.replace(prices, recipe=recipe)
+    recipe = prices.recipe if asked.recipe is None else files.record(asked.recipe, Recipe)
+    if len(asked.backends) == 1:
+        recipe = msgspec.structs.replace(recipe, attention=asked.backends[0])
+    prices = msgspec.structs.replace(prices, recipe=recipe)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
@@ -83,6 +84,7 @@ def plan(asked: PlanOptions) -> Plan:
         if asked.ties_s is not None:
             ties.check(prices.cluster, _size(asked, prices.cluster))
         found = _searched(chosen, workload, prices, asked)
+        prices = msgspec.structs.replace(prices, recipe=found.recipe)
         if (seconds := asked.ties_s) is not None:
             found = ties.measured(found, seconds, asked.out)
     found = _answered(found, asked, prices, others, lengths)
@@ -94,7 +96,8 @@ def plan(asked: PlanOptions) -> Plan:
 
 
 def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions) -> Plan:
-    """Return the best plan, with the numbers of devices or the batches that were compared."""
+    """Return the best plan, with the numbers of devices, batches or back ends of attention that
+    were compared."""
     from meshwise import search
 
     how, tokens, about = _how(asked), asked.num_tokens, (model, workload, prices)
@@ -106,10 +109,16 @@ def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOpt
         found, sizes = search.cheapest(*about, tokens=tokens, deadline_s=deadline_s, **sizing)
     else:
         how["num_devices"] = _size(asked, prices.cluster)
-        if len(asked.batches) < 2:
-            return search.find(*about, **how)
-        found, batches = search.best_batch(*about, asked.batches, **how)
-        return msgspec.structs.replace(found, answers=Answers(batches=batches))
+        answers = Answers()
+        if len(asked.batches) > 1:
+            found, batches = search.best_batch(*about, asked.batches, **how)
+            answers = Answers(batches=batches)
+        elif len(asked.backends) > 1:
+            found, backends = search.best_attention(*about, asked.backends, **how)
+            answers = Answers(attention=backends)
+        else:
+            found = search.find(*about, **how)
+        return msgspec.structs.replace(found, answers=answers)
     return msgspec.structs.replace(found, answers=Answers(sizes=sizes))
 
 
@@ -160,6 +169,7 @@ def _answered(
         what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),
         sizes=plan.answers.sizes,
         batches=plan.answers.batches,
+        attention=plan.answers.attention,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
         goodput=lost,
