@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise import torch_private
+from meshwise.spec.op import FP8_ALIGNMENT as ALIGNMENT
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # the kernels need both dims of a weight to be multiples of this
 
 
 def use_fp8(layer: nn.Module) -> None:

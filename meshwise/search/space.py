@@ -27,6 +27,7 @@ from meshwise.models import placement
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
+from meshwise.spec.plan import fp8_obstacle
 
 Reasons = Counter[str]
 OUTSIDE = "outside the space asked for"
@@ -58,6 +59,7 @@ def legal_layouts(
             or obstacle(model, workload.seq_len, layout)
             or nothing_gained(layout, host)
             or cannot_run(layout, model, costs)
+            or recipe_obstacle(model, workload.seq_len, layout, costs)
         )
         if reason is None:
             stages = layout.num_stages
@@ -190,6 +192,15 @@ def nothing_gained(layout: Layout, host: int) -> str | None:
     if layout.replicas > 1 and layout.shards * layout.tp > host:
         return "replicas save traffic between hosts only if a host holds all shards"
     return None
+
+
+def recipe_obstacle(model: AnyModel, seq_len: int, layout: Layout, costs: Costs) -> str | None:
+    """Return why the costs' recipe is not for a layout, or None."""
+    if not costs.recipe.fp8:
+        return None
+    if layout.schedule in SPLIT:
+        return f"{layout.schedule} splits the backward, which computes fp8's products twice"
+    return fp8_obstacle(model, seq_len, layout)
 
 
 def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
