@@ -140,7 +140,7 @@ def small(block: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=4096)
-def _tasks(block: Block, device: Device, fp8: Lowering) -> Sequence[Task]:
+def _tasks(block: Block, device: Device, fp8: Lowering | None = None) -> Sequence[Task]:
     one, *others = (block_tasks(each, device, fp8) for each in small(block) or [block])
     if not others:
         return one

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.models import graph, program_of
+from meshwise.models import blocks_of, graph, program_of, saved_block_bytes
 from meshwise.nn import build
 from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import fp8
@@ -160,11 +160,15 @@ def test_plans_count_the_kernels_that_run(model):
     assert more["_to_copy"] == names["float"] + names["wide"] + names["cast"] == 3 * operands
 
 
-def test_plans_count_the_casts_that_the_compiler_leaves():
-    """torch's partitioner moves some from backward to forward; their number stays."""
-    seen = Counter()
+def test_plans_count_what_the_compiler_leaves():
+    """The number of products and casts, and within a tenth the bytes that backward keeps: torch's
+    partitioner casts attention's result for backward in forward, and keeps the cast, too."""
+    seen, saved = Counter(), list[int]()
 
     def compiler(module, inputs):
+        *_, ends = module.graph.nodes
+        kept = [of for of in ends.args[0][1:] if of is not None and of.op != "placeholder"]
+        saved.append(sum(of.meta["val"].nbytes for of in kept))
         calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
         seen.update(getattr(call, "overloadpacket", call).__name__ for call in calls)
         return make_boxed_func(module.forward)
@@ -177,3 +181,6 @@ def test_plans_count_the_casts_that_the_compiler_leaves():
     products, names = planned(MODEL, "compiled")
     assert seen["_scaled_mm"] == sum(products.values()) == 21
     assert seen["amax"] == names["amax"] == 36
+    block = blocks_of(MODEL, 16, Layout(microbatch_size=2), "bf16")[("layer", ""), "forward"]
+    counted = saved_block_bytes(msgspec.structs.replace(block, dtype="fp8"), compiled=True)
+    assert saved[0] + x.nbytes == pytest.approx(counted, rel=0.1)

@@ -214,7 +214,9 @@ def test_a_layer_measured_in_bf16_stands_in_with_a_note_and_all_errors():
 def test_a_search_offers_what_the_recipe_runs():
     plan = meshwise.plan("gpt-1.3b", recipe='{"fp8": true}', **ASKED)
     assert plan.recipe == FP8
+    model, prices = plan.model, Prices(costs_of(), datasheet=True)
     for each in (plan, *plan.runners_up):
+        assert each.prediction == search.predict(model, plan.workload, each.layout, prices)
         assert {tp for _, tp in each.layout.meshes or ((0, each.layout.tp),)} == {1}
     removed = {removal.constraint: removal.count for removal in plan.removed}
     assert removed["fp8 casts products of whole weights; use tp 1"] > 0
