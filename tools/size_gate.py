@@ -14,7 +14,7 @@ ROOMS = {
     "engine": 3_270,
     "fit": 1_406,
     "launch": 1_850,
-    "models": 5_044,
+    "models": 5_049,
     "nn": 1_362,
     "options": 1_436,
     "pages": 6_543,
