@@ -77,13 +77,17 @@ def graph(
     the device whose eager kernels run. ``fp8``: the lowering of the casts to fp8, if the layers'
     products are in fp8.
     """
-    if dtype == "fp8":
-        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
+    _check(dtype)
     if isinstance(model, Decoder):
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
     step = training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
     return step if fp8 is None else in_fp8(step, fp8)
+
+
+def _check(dtype: str) -> None:
+    if dtype == "fp8":
+        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
 
 
 def programs_of(
@@ -113,6 +117,7 @@ def blocks_of(
 ) -> Mapping[tuple[Piece, str], Block]:
     """Return the blocks of a layout by piece and direction: one for each kind of layer, the most
     frequent first, and one for the head of a language model. Layers without experts have no ep."""
+    _check(dtype)
     known = forms_of(model, seq_len)
     pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", form) for form in known]
     few: AnyModel
