@@ -57,8 +57,7 @@ def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     """Multiply a [m,k], cast to ``kind``, by b^T, b [n,k] cast to e4m3 -> [m,n] in a's dtype."""
     scaled_a, scale_a = scaled(a.contiguous(), kind)
     scaled_b, scale_b = scaled(b.contiguous(), FORWARD)
-    out = a.new_empty(len(a), len(b))
-    return torch_private.scaled_mm(scaled_a, scaled_b.t(), scale_a, scale_b, out)
+    return torch_private.scaled_mm(scaled_a, scaled_b.t(), scale_a, scale_b, a.dtype)
 
 
 def scaled(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:

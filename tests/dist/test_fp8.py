@@ -9,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.models import blocks_of, graph, program_of, saved_block_bytes
@@ -138,6 +139,20 @@ FAMILIES = [
     msgspec.structs.replace(MODEL, ffn=100, qkv_bias=True),
     msgspec.structs.replace(MODEL, experts=Experts(num_experts=4, top_k=2, ffn=32, shared_ffn=32)),
 ]
+
+
+def test_compiled_layers_have_the_gradients_of_eager_ones():
+    """They were 0 of all weights with torch 2.11, where products were written to a given result."""
+    layer, x = layer_of(MODEL)
+    named, dy = {"x": x, **dict(layer.named_parameters())}, torch.randn(x.shape).bfloat16()
+    found = []
+    torch._dynamo.reset()
+    for compute in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        found.append(dict(zip(named, grad(compute(x), [*named.values()], dy), strict=True)))
+    eager, compiled = found
+    for name, gradient in eager.items():
+        assert gradient.norm() > 0
+        torch.testing.assert_close(compiled[name], gradient, rtol=0.02, atol=0.02, msg=name)
 
 
 @pytest.mark.parametrize("model", FAMILIES, ids=["llama", "gpt", "unaligned", "experts"])
