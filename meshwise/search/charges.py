@@ -19,6 +19,7 @@ from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, WAITING, Charge
 from meshwise.spec import Block, Collective, HeldOut, Layout, Op, Recompute
+from meshwise.spec.op import Lowering
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -85,8 +86,9 @@ def _factors(
     a recomputation of ``words``, and whether there are any."""
     again = _measured_again(blocks, words, prices)
     blocks = {**blocks, **again}
-    device = device_of(prices.costs.cluster, prices.costs.lowering)
-    tasks = {key: _tasks(block, device) for key, block in blocks.items()}
+    lowering = prices.costs.lowering
+    device = device_of(prices.costs.cluster, lowering)
+    tasks = {key: _tasks(block, device, lowering) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
         both.setdefault(piece, []).extend(tasks[piece, direction])
@@ -138,8 +140,8 @@ def small(block: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=4096)
-def _tasks(block: Block, device: Device) -> Sequence[Task]:
-    one, *others = (block_tasks(each, device) for each in small(block) or [block])
+def _tasks(block: Block, device: Device, fp8: Lowering | None = None) -> Sequence[Task]:
+    one, *others = (block_tasks(each, device, fp8) for each in small(block) or [block])
     if not others:
         return one
     pairs = [(task.op, other.op) for task, other in zip(one, *others, strict=True)]

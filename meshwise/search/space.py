@@ -27,6 +27,7 @@ from meshwise.models import kernels, placement
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
+from meshwise.spec.plan import fp8_obstacle
 from meshwise.spec.recipe import CP_CHOOSES
 
 Reasons = Counter[str]
@@ -61,6 +62,7 @@ def legal_layouts(
             or obstacle(model, workload.seq_len, layout)
             or nothing_gained(layout, host)
             or cannot_run(layout, model, costs)
+            or recipe_obstacle(model, workload.seq_len, layout, costs)
         )
         if reason is None:
             stages = layout.num_stages
@@ -195,6 +197,17 @@ def nothing_gained(layout: Layout, host: int) -> str | None:
     return None
 
 
+def recipe_obstacle(model: AnyModel, seq_len: int, layout: Layout, costs: Costs) -> str | None:
+    """Return why the costs' recipe is not for a layout, or None."""
+    if layout.cp > 1 and costs.recipe.attention != "auto":
+        return CP_CHOOSES
+    if not costs.recipe.fp8:
+        return None
+    if layout.schedule in SPLIT:
+        return f"{layout.schedule} splits the backward, which computes fp8's products twice"
+    return fp8_obstacle(model, seq_len, layout)
+
+
 def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
     """Return why the layout's schedule cannot be used, or None."""
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
@@ -204,6 +217,4 @@ def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
         return f"{pp * stages} stages are more than layers = {model.layers}"
     if schedule.check(name, pp, stages, layout.num_microbatches):
         return f"{name} needs another number of microbatches"
-    if layout.cp > 1 and costs.recipe.attention != "auto":
-        return CP_CHOOSES
     return None

@@ -152,6 +152,7 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         recompute=kind.recompute,
         device=device_of(by.cluster, by.lowering),
         attention=by.recipe.attention,
+        fp8=by.lowering if by.recipe.fp8 else None,
     )
 
 
@@ -192,7 +193,7 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], Charge]]:
     """Return a stage's program, and what each of its tasks costs."""
     form, stands_for = _form(kind, prices)
-    blocks = blocks_in(kind, prices.costs.dtype)
+    blocks = blocks_in(kind, prices.costs)
     hooks = hooks_of(kind.layout, prices) if kind.hooked else NO_HOOKS
     correct = corrections(blocks, form.pieces, prices, hooks, form.recompute)
     charge = charges(correct, prices)
@@ -206,11 +207,18 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
     return _priced.get((kind, prices)) or _cost(kind, prices)
 
 
-def blocks_in(kind: StageKind, dtype: Dtype) -> dict[tuple[Piece, str], Block]:
-    """Return the blocks of a stage by piece and direction."""
+def blocks_in(kind: StageKind, by: Costs | Plan) -> dict[tuple[Piece, str], Block]:
+    """Return the blocks of a stage by piece and direction. The dtype of layers with products in fp8
+    is fp8: a layer measured in bf16 is not theirs, but may stand in."""
     here = {"", *(layer.name for layer in kind.layers)}
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
-    return {key: block for key, block in blocks.items() if block.form in here}
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, by.dtype)
+    return {
+        key: msgspec.structs.replace(block, dtype="fp8")
+        if by.recipe.fp8 and block.part == "layer"
+        else block
+        for key, block in blocks.items()
+        if block.form in here
+    }
 
 
 def pieces_of(kind: StageKind) -> Pieces:
@@ -336,7 +344,7 @@ def _cost(
     costs = prices.costs
     form, stands_for = _form(kind, prices)
     program = repeated(form.program, stands_for)
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
+    blocks = blocks_in(kind, costs)
     measured = [
         blocks.get((piece, "backward")) for piece in form.saved
     ]  # an image model's head is not
