@@ -134,13 +134,20 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
-    """out = (a * scale_a) @ (b * scale_b) of fp8 operands, summed in full precision.
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return (a * scale_a) @ (b * scale_b) of fp8 operands in ``dtype``, summed in full precision.
 
-    The public ``F.scaled_mm`` allocates its result, and has no CPU kernel before 2.13.
+    The public ``F.scaled_mm`` has no ``out``, and no CPU kernel before 2.13. Training must not give
+    ``out``: code that torch 2.11 compiles then has gradients of 0 for the weights.
     """
-    torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
-    return out
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
 
 
 def allow_graphs(count: int) -> None:

@@ -9,24 +9,24 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwise"
 MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
-    "attention": 4_344,
-    "cli": 1_499,
+    "attention": 4_345,
+    "cli": 1_500,
     "engine": 3_270,
     "fit": 1_406,
-    "launch": 1_850,
-    "models": 5_073,
+    "launch": 1_857,
+    "models": 5_263,
     "nn": 1_362,
-    "options": 1_436,
-    "pages": 6_543,
-    "parallel": 3_210,
-    "prices": 1_718,
+    "options": 1_462,
+    "pages": 6_557,
+    "parallel": 3_209,
+    "prices": 1_744,
     "probe": 7_149,
     "reshard": 5_101,
-    "search": 5_854,
-    "spec": 3_409,
-    "suites": 996,
-    "verbs": 4_935,
-    "": 4_343,  # modules beside the rooms
+    "search": 5_929,
+    "spec": 3_435,
+    "suites": 1_003,
+    "verbs": 4_986,
+    "": 4_350,  # modules beside the rooms
 }
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from meshwise.attention.merge import wide
+from meshwise.spec.recipe import FLASH_HEAD_DIM
 
 aten = torch.ops.aten
 KERNELS = ("cudnn", "flash", "efficient", "cpu", "plain")
@@ -57,7 +58,7 @@ def choose(q: Tensor, k: Tensor) -> str:
         return "cpu"
     if q.dtype == torch.float64 or k.shape[2] == 1:
         return "plain"
-    if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
+    if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > FLASH_HEAD_DIM:
         return "efficient"
     if torch.are_deterministic_algorithms_enabled():
         return "flash"

@@ -45,7 +45,7 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
     odd = [name for name in given if name in of_runs]
     if asked.sweep is not None:
         odd += [name for name in ("niter", "profile_stage_execution_time") if name in given]
-        odd += ["profile_driver_time"] * asked.driver_time
+        odd += ["profile_driver_time"] * asked.driver_time + ["case"] * bool(asked.cases)
         odd += [name for name, number in size.counts.items() if number is not None]
     if odd:
         named = ", ".join("the plan" if n == "plan" else "--" + n.replace("_", "-") for n in odd)
@@ -150,16 +150,17 @@ def _list_cases(found: "list[list[Listed]]", json: bool) -> int:
 
     document, tables = [], []
     for cases in found:
-        size = next(plan.layout.num_devices for _, plan, _ in cases if plan is not None)
+        size = next(plan.layout.num_devices for *_, plan, _ in cases if plan is not None)
         document += [
-            {"devices": size, "case": str(case), "plan": plan, "note": note}
-            for case, plan, note in cases
+            {"devices": size, "number": number, "case": str(case), "plan": plan, "note": note}
+            for number, case, plan, note in cases
         ]
         ends = "" if len(cases) == 1 else "s", "" if size == 1 else "s"
         title = f"{len(cases)} case{ends[0]} on {size} device{ends[1]}; nothing was run"
-        plans = {"model": lambda row: row[1] and row[1].model.name,
-                 "layout": lambda row: row[1] and row[1].layout.name}  # fmt: skip
-        note = ("changed, or refused", lambda row: row[2] or "as it is")
-        tables.append(listed(title, cases, *columns(str, plans), note, left=3))
+        plans = {"case": lambda row: str(row[0]),
+                 "model": lambda row: row[2] and row[2].model.name,
+                 "layout": lambda row: row[2] and row[2].layout.name}  # fmt: skip
+        note = ("changed, or refused", lambda row: row[3] or "as it is")
+        tables.append(listed(title, cases, *columns(str, plans), note, left=4))
     emit(document, tables, json)
     return DONE

@@ -72,10 +72,10 @@ def pattern(
 def price(
     asked: Annotated[PriceOptions, flags(PriceOptions)] = USUAL_PRICE, *, json: Json = False
 ) -> int:
-    """Say what an operation costs by costs.json, how sure that is, and what it rests on.
+    """Say what an operation costs, how sure that is, and what it rests on.
 
     For example: show price all_reduce 64MiB --group 4; show price gemm 4096,4096,4096; show price
-    layer --model gpt-2.6b --tp 2; show price unit --model gpt-2.6b --group 8.
+    layer --model gpt-2.6b --tp 2; show price unit --model gpt-2.6b --group 8 --cluster h100-hgx.
     """
     from meshwise.pages import show as pages
     from meshwise.verbs import price as verb

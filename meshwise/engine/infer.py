@@ -108,7 +108,7 @@ def measure(ranks: Ranks, request: RunRequest) -> Sample:
     case = case_of(plan, "infer")
 
     def work(job: RankJob) -> dict[str, Any]:
-        with kernels.choose(plan.recipe, ranks.device, plan.dtype):
+        with kernels.choose(plan.recipe, ranks.device, plan.dtype, plan.model):
             before, mine, after = _measured(job)
         replies = [msgspec.convert(reply, RankTimes) for reply in ranks.gather(mine)]
         if ranks.rank == 0:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwise.spec import Recipe
+from meshwise.models.kernels import check
+from meshwise.spec import AnyModel, Recipe
+from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Precision
 
 BACKENDS = {
@@ -22,12 +24,15 @@ BACKENDS = {
 }
 
 
-def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextManager[None]:
+def choose(
+    recipe: Recipe, device: torch.device, dtype: Dtype, model: AnyModel
+) -> AbstractContextManager[None]:
     """Use the recipe's kernel for all work, including that of other threads (backward).
 
-    Raises a ValueError if the build or the device lacks the kernel, or it does not take the dtype.
+    Raises a ValueError if the build or the device lacks the kernel, or it cannot run the model.
     """
-    if reason := _lacking(recipe.attention, device, dtype):
+    check(recipe, "cuda" if device.type == "cuda" else "cpu", dtype, model)
+    if reason := _unbuilt(recipe.attention, device):
         raise ValueError(f"Recipe.attention = {recipe.attention!r}: {reason}; use auto")
     if recipe.attention == "auto":
         if device.type != "cuda":
@@ -53,16 +58,11 @@ def fp32_precision(wanted: Precision) -> Iterator[None]:
         products.allow_tf32, convolutions.allow_tf32 = before
 
 
-def _lacking(name: str, device: torch.device, dtype: str) -> str:
-    """Say why the kernel cannot run here; "" if it can."""
-    if name in ("auto", "math"):
-        return ""
-    if device.type != "cuda":
-        return "" if name == "flash" else "it is a kernel for GPUs, and this is a CPU"
+def _unbuilt(name: str, device: torch.device) -> str:
+    """Say what this build of torch lacks; "" if it has the kernel."""
     if name == "cudnn" and not torch.backends.cudnn.is_available():
         return "this build of torch has no cuDNN"
-    if name == "flash" and not torch.backends.cuda.is_flash_attention_available():
+    on_gpu = device.type == "cuda"
+    if name == "flash" and on_gpu and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention"
-    if name in ("cudnn", "flash") and dtype == "fp32":
-        return "it computes in 16 bits, and the plan's dtype is fp32"
     return ""

@@ -46,7 +46,7 @@ def measure(ranks: Ranks, request: RunRequest) -> Sample:
 
     def work(job: RankJob) -> dict[str, Any]:
         saving = checkpoint.saving(ranks, asked.save) if asked.save else nullcontext()
-        with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
+        with kernels.choose(plan.recipe, ranks.device, plan.dtype, plan.model), saving as save:
             found = _trained(job, save)
             free(ranks.device)
             if "reason" in found and asked.find_nonfinite:

@@ -98,9 +98,16 @@ def _at_limit(errand: Errand) -> str:
 
 
 def swept(array: str) -> tuple[str, list[str]]:
-    """Return the flag and the values of ``seq-len=1024,2048``."""
+    """Return the flag and the values of ``seq-len=1024,2048``. Commas inside JSON part nothing."""
     flag, _, values = array.partition("=")
-    found = [value.strip() for value in values.split(",")]
+    found, depth = [""], 0
+    for letter in values:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    found = [value.strip() for value in found]
     if not flag or not all(found):
         raise ValueError(f"array = {array!r}: write FLAG=VALUE,VALUE as in seq-len=1024,2048")
     return flag.lstrip("-").replace("_", "-"), found

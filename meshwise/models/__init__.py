@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshwise.models import families
+from meshwise.models import families, kernels
 from meshwise.models.apply import ActionSpan, Loop, Program, program_of
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.decoder import stream_shape
 from meshwise.models.eager_cpu import device_of, on_cpu
+from meshwise.models.fp8 import in_fp8
 from meshwise.models.graph import Device, Graph
 from meshwise.models.shard import Task
 from meshwise.spec import (
@@ -27,7 +28,8 @@ from meshwise.spec import (
     layer_kinds,
 )
 from meshwise.spec.layout import Recompute
-from meshwise.spec.op import Direction, Dtype
+from meshwise.spec.op import Direction, Dtype, Lowering
+from meshwise.spec.recipe import AttentionBackend
 
 __all__ = [
     "DIRECTIONS",
@@ -66,20 +68,29 @@ def graph(
     last: bool = True,
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
+    attention: AttentionBackend = "auto",
+    fp8: Lowering | None = None,
 ) -> Graph:
     """Build the graph of a training step (forward, backward and optimizer) on ``batch`` sequences
     of ``seq`` tokens, or on ``batch`` images.
 
     The graph covers the whole model, or a pipeline stage with ``layers`` of these kinds
     (``families.forward``). ``recompute``: one word per layer; () recomputes nothing. ``device``:
-    the device whose eager kernels run.
+    the device whose eager kernels run. ``attention``: the recipe's back end. ``fp8``: the lowering
+    of the casts to fp8, if the layers' products are in fp8.
     """
-    if dtype == "fp8":
-        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
+    _check(dtype)
     if isinstance(model, Decoder):
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
-    return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
+    forward = kernels.by_math(forward) if attention == "math" else forward
+    step = training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
+    return step if fp8 is None else in_fp8(step, fp8)
+
+
+def _check(dtype: str) -> None:
+    if dtype == "fp8":
+        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
 
 
 def programs_of(
@@ -109,6 +120,7 @@ def blocks_of(
 ) -> Mapping[tuple[Piece, str], Block]:
     """Return the blocks of a layout by piece and direction: one for each kind of layer, the most
     frequent first, and one for the head of a language model. Layers without experts have no ep."""
+    _check(dtype)
     known = forms_of(model, seq_len)
     pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", form) for form in known]
     few: AnyModel
@@ -148,10 +160,13 @@ def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
 
 
 @lru_cache(maxsize=4096)
-def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
+def block_tasks(
+    block: Block, device: Device = "cuda", fp8: Lowering | None = None
+) -> tuple[Task, ...]:
     """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
-    ep. Those of a backward include what it computes again."""
-    tasks = _block_program(block, device).tasks
+    ep. Those of a backward include what it computes again. ``fp8``: the lowering of the casts of a
+    block whose dtype is fp8."""
+    tasks = _block_program(block, device, fp8).tasks
     phases = (block.direction, "recompute") if block.recompute != "none" else (block.direction,)
     return tuple(
         task for task in tasks
@@ -159,17 +174,19 @@ def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
     )  # fmt: skip
 
 
-def _block_program(block: Block, device: Device) -> Program:
-    size, seq_len = block.microbatch_size, block.seq_len
+def _block_program(block: Block, device: Device, fp8: Lowering | None) -> Program:
+    size, seq_len, dtype = block.microbatch_size, block.seq_len, block.dtype
     alone: dict[str, Any] = {}
+    if fp8 is not None and dtype == "fp8":
+        dtype, alone["fp8"] = "bf16", fp8
     if isinstance(block.model, WideResNet):
-        alone = {"first": False, "last": False}
+        alone |= {"first": False, "last": False}
     kinds = (
         forms_of(block.model, seq_len).get(block.form) or layer_kinds(block.model, seq_len)[0],
     )
     alone["recompute"] = (block.recompute,)
-    of = graph(block.model, size, seq_len, block.dtype, layers=kinds, device=device, **alone)
-    return program_of(of, block.layout, block.dtype, device=device)
+    of = graph(block.model, size, seq_len, dtype, layers=kinds, device=device, **alone)
+    return program_of(of, block.layout, dtype, device=device)
 
 
 @lru_cache(maxsize=4096)
@@ -183,9 +200,9 @@ def saved_block_bytes(block: Block, device: Device = "cuda", *, compiled: bool =
     """Return the bytes that the forward pass saves for a block's backward on one rank, the
     block's input included. A ``compiled`` layer computes again what it can, element by element,
     from what it saves, if only element-wise work of backward reads it."""
-    program = _block_program(block, device)
+    program = _block_program(block, device, "compiled")
     writers = {name: t for t in program.tasks if t.phase == "forward" for name in t.writes}
-    mine = block_tasks(replace(block, direction="backward"), device)
+    mine = block_tasks(replace(block, direction="backward"), device, "compiled")
     saved = {name for task in mine for name in task.reads} & writers.keys()
 
     def again(name: str) -> bool:

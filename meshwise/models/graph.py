@@ -116,7 +116,7 @@ def gemm(
 ) -> Gemm:
     return Gemm(
         m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b,  # type: ignore[arg-type]
-        groups=groups, batched=batched,
+        groups=groups, batched=batched, scaling="tensor" if dtype == "fp8" else "none",
     )  # fmt: skip
 
 
@@ -150,8 +150,9 @@ def operation(
         groups = sizes["experts"] if grouped else 1
         batched = groups > 1 and "capacity" in sizes
         # x[m,k] w[n,k]: the weight is stored transposed; dw = dy^T x contracts the rows, dx = dy w
-        # does not
-        forward, wgrad = node.phase != "backward", node.name.endswith(".wgrad")
+        # does not; casts to fp8 are stored as in forward
+        forward = node.phase != "backward" or left.dtype == "fp8"
+        wgrad = node.name.endswith(".wgrad")
         return gemm(m, n, k, left.dtype, wgrad and not forward, forward, groups, batched)
     if node.kind == "convolution":
         return _convolution(node, inputs, outputs[0], sizes)

@@ -79,6 +79,8 @@ class Allocation(Options):
         for name, value in self.said().items():
             if not self.takes(name):
                 raise ValueError(f"{name} = {value!r}: {belongs(name)}; give that, or leave it out")
+            if value == "":
+                raise ValueError(f"{name} = '': is empty; give a value, or leave it out")
         limit_s = self.limit_s  # one that is no time is refused at once
         if self.launcher == "slurm" and limit_s is not None and limit_s < _LEAST_S:
             raise ValueError(

@@ -16,6 +16,7 @@ from meshwise.options import (
     Time,
 )
 from meshwise.options.models import DECODERS, MODELS
+from meshwise.spec.recipe import AttentionBackend
 from meshwise.units import parse_count, some_rate, some_seconds
 
 _Load = Literal["mean", "p95"]
@@ -80,6 +81,11 @@ class PlanOptions(Options):
     (
         'Plan for this recipe, JSON or a file of it as for run, for example {"weights": "bf16", '
         '"reduce": "bf16"}; docs/plan.md lists what it may change.'
+    )
+    attention: str | None = None
+    (
+        "The back end of attention, by default the recipe's: auto, cudnn, flash, efficient, math. "
+        "Of several, as auto,cudnn,flash: plan the fastest, and auto where they tie."
     )
     why_not: Layouts = ()
     (
@@ -146,12 +152,14 @@ class PlanOptions(Options):
             raise ValueError(
                 f"gpus = {self.gpus}: --{sizing[0]} chooses how many; leave one of them out"
             )
-        for name in ("layout", "fewest", "deadline") if len(self.batches) > 1 else ():
-            if getattr(self, name):
-                raise ValueError(
-                    f"global_batch_size = {self.global_batch_size!r}: several are searched with "
-                    f"--gpus alone; give one of them, or leave --{name} out"
-                )
+        several = {"global_batch_size": len(self.batches) > 1, "attention": len(self.backends) > 1}
+        for asked in [name for name, are in several.items() if are]:
+            for name in ("layout", "fewest", "deadline", *({*several} - {asked})):
+                if several.get(name, getattr(self, name)):
+                    raise ValueError(
+                        f"{asked} = {getattr(self, asked)!r}: several are searched with --gpus "
+                        f"alone; give one of them, or leave --{name.replace('_', '-')} out"
+                    )
         if len(sizing) > 1:
             raise ValueError(
                 f"deadline = {self.deadline!r}: --deadline and --fewest both choose how many "
@@ -180,6 +188,16 @@ class PlanOptions(Options):
                 "of sequences >= 1, as 512"
             )
         return tuple(dict.fromkeys(map(int, words)))
+
+    @property
+    def backends(self) -> tuple[AttentionBackend, ...]:
+        """The back ends of attention asked for; none if the recipe's is."""
+        words, known = (self.attention or "").split(","), get_args(AttentionBackend)
+        if self.attention is not None and (wrong := [word for word in words if word not in known]):
+            raise ValueError(
+                f"attention = {self.attention!r}: {wrong[0]!r} must be one of {', '.join(known)}"
+            )
+        return tuple(dict.fromkeys(cast("list[AttentionBackend]", filter(None, words))))
 
     @property
     def load(self) -> _Load | float:

@@ -68,5 +68,9 @@ class PriceOptions(Options):
     "By default as a training step runs it."
     backend: str = ""
     "Whose code, as nccl for logs of nccl-tests; by default torch's own choice."
-    costs: File = "costs.json"
-    "The prices, as calibrate wrote them."
+    cluster: File | None = None
+    "Price by the data sheet of this cluster: a cluster.toml, or a name as h100-hgx."
+    hosts: int | None = None
+    "How many such hosts; the data sheet gives the links between them."
+    costs: File | None = None
+    "The prices, as calibrate wrote them: costs.json, unless --cluster is given."

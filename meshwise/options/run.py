@@ -135,6 +135,8 @@ class Suite(RunOptions):
     "Run the cases of this suite for the number of devices, by default all of the cluster."
     list_suites: bool = False
     "Name the suites, the sweeps, and the numbers of devices that they have cases for."
+    cases: Annotated[tuple[int, ...], Flag("case"), Range(0)] = ()
+    "Only this case of the suite, by its number in --dry-run; may be repeated."
     sweep: str | None = None
     "Run a suite on every shape of the cluster, as the source's run_exp: gpt, moe_inference, ..."
     space: tuple[str, ...] = ()

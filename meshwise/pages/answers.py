@@ -28,7 +28,7 @@ def of(chosen: Plan) -> list[Table]:
     return [
         *(_why_not(chosen, why) for why in answers.why_not),
         *filled(_ties(answers.ties), _what_if(chosen, answers.what_if)),
-        *filled(_varying(answers.varying), _sizes(chosen), _batches(chosen)),
+        *filled(_varying(answers.varying), _sizes(chosen), *_compared(chosen)),
         *([_goodput(answers.goodput)] if answers.goodput else []),
         *([_refit(answers.refit)] if answers.refit else []),
         *filled(_bills(chosen)),
@@ -173,24 +173,38 @@ def _bills(chosen: Plan) -> Table:
     )
 
 
-def _batches(chosen: Plan) -> Table:
-    """Show the best plan of each batch that was asked for."""
-    rate, found = rate_unit(chosen.model), chosen.answers.batches
-    return listed(
-        "How large a batch",
-        found,
-        ("batch", "change"),
-        ("best layout", "layout.name"),
-        ("step", lambda one: one.step_time_s or None, format_seconds),
-        (rate, lambda one: one.tokens_per_s or None, format_count),
-        ("of the best", lambda one: one.faster or None, percent),
-        legend=(
-            f"The first is the plan: most {rate}. Training may take more steps of a smaller batch, "
-            "or more tokens with a larger one: that is not predicted.",
-            *(f"{one.change}: {one.note}." for one in found if one.note),
-        ),
-        left=2,
-    )
+def _compared(chosen: Plan) -> list[Table]:
+    """Show the best plan of each batch, or of each back end of attention, that was asked for."""
+    rate, answers = rate_unit(chosen.model), chosen.answers
+    return [
+        listed(
+            title,
+            found,
+            (what, lambda one: f"{one.change}{' ties' * one.ties}"),
+            ("best layout", "layout.name"),
+            ("step", lambda one: one.step_time_s or None, format_seconds),
+            (rate, lambda one: one.tokens_per_s or None, format_count),
+            ("of the best", lambda one: one.faster or None, percent),
+            legend=(said, *(f"{one.change}: {one.note}." for one in found if one.note)),
+            left=2,
+        )
+        for title, what, found, said in (
+            (
+                "How large a batch",
+                "batch",
+                answers.batches,
+                f"The first is the plan: most {rate}. Training may take more steps of a smaller "
+                "batch, or more tokens with a larger one: that is not predicted.",
+            ),
+            (
+                "Attention by which back end",
+                "back end",
+                answers.attention,
+                f"The first is the plan: most {rate}, or auto where it ties with them. Ties: the "
+                "difference to the plan may be nothing but errors of prices.",
+            ),
+        )
+    ]
 
 
 def _what_if(chosen: Plan, found: Sequence[WhatIf]) -> Table:

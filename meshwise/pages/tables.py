@@ -34,9 +34,9 @@ LAYOUT_LEGEND = (
     "pp: pipeline ranks x stages on each, and their schedule; dp, tp: data and tensor parallel "
     "degrees; meshes: dp x tp of each pipeline rank; dp/n: n replicas of the shards; +sp: sequence "
     "parallel; cuts: which dim tp divides, if not as usual; sums: when gradients of weights that "
-    "tp repeats are summed over tp; ways: what each stage has otherwise, or all stages of each "
-    "rank; zero: what dp shards; mb: microbatch size x count; selective, full: what is computed "
-    "again, full:n in n layers a stage."
+    "tp repeats are summed over tp; ways: what each stage, or all stages of a rank, has otherwise, "
+    "one / the next; layers: of each stage, 2x14 is 2 in each of 14; zero: what dp shards; mb: "
+    "microbatch size x count; selective, full: what is computed again, full:n in n layers a stage."
 )
 PARTS_LEGEND = (
     "Time: of the rank that ends last, whose bubble includes waiting for slower stages. Memory: of "
@@ -309,11 +309,11 @@ def _removed(chosen: Plan) -> Table:
     if near:
         misses = f"Nearest that does not fit: {near.layout.name}; {near.reason}."
     return listed(
-        f"Of {chosen.num_considered} layouts, removed by",
+        f"Of {chosen.num_considered:,} layouts, counted with each way to recompute, removed by",
         chosen.removed,
-        ("layouts", "count"),
+        ("layouts", lambda row: f"{row.count:,}"),
         ("constraint", "constraint", _why),
-        legend=(f"{kept} layouts were left and ranked.", misses),
+        legend=(f"{kept:,} layouts were left and ranked.", misses),
         left=2,
     )
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise import torch_private
+from meshwise.spec.op import FP8_ALIGNMENT as ALIGNMENT
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # the kernels need both dims of a weight to be multiples of this
 
 
 def use_fp8(layer: nn.Module) -> None:
@@ -57,8 +57,7 @@ def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     """Multiply a [m,k], cast to ``kind``, by b^T, b [n,k] cast to e4m3 -> [m,n] in a's dtype."""
     scaled_a, scale_a = scaled(a.contiguous(), kind)
     scaled_b, scale_b = scaled(b.contiguous(), FORWARD)
-    out = a.new_empty(len(a), len(b))
-    return torch_private.scaled_mm(scaled_a, scaled_b.t(), scale_a, scale_b, out)
+    return torch_private.scaled_mm(scaled_a, scaled_b.t(), scale_a, scale_b, a.dtype)
 
 
 def scaled(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:

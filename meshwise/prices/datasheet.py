@@ -327,15 +327,27 @@ class Datasheet:
     def _lines(self, op: Collective, inside: int, hosts: int) -> list[tuple[float, float]]:
         """Return seconds before the first byte, and the share of the rate, of each protocol."""
         there_and_back, found = 2 if op.kind == "all_reduce" else 1, []
+        late_s = self._late_s(op, inside)
         for of in self.known.protocols:
             if of.tree and (op.kind != "all_reduce" or hosts == 1):
                 continue
             crossings = math.log2(hosts) if of.tree else hosts - 1
             steps = inside - 1 if of.tree else op.group_size - hosts
-            hops_s = there_and_back * (steps * of.link_s + crossings * of.network_s)
+            hops_s = steps * of.link_s + crossings * (of.network_s + late_s)
             share = of.share * self._tree_over_ring(op, inside, hosts) if of.tree else of.share
-            found.append((of.base_s + hops_s, share))
+            found.append((of.base_s + there_and_back * hops_s, share))
         return found
+
+    def _late_s(self, op: Collective, inside: int) -> float:
+        """Return what a small message between hosts was measured to take longer than NCCL's figures
+        say, which are of InfiniBand; compared with one inside a host, if that was measured, too."""
+        far = self.cluster.tier_of(op.group_size, op.group_stride).latency_s
+        near = self.cluster.tier_of(inside, op.group_stride).latency_s if inside > 1 else None
+        if far is None:
+            return 0.0
+        quick = min(self.known.protocols, key=lambda of: of.base_s + of.network_s)
+        start_s = self.known.launch.time_s + quick.base_s + quick.link_s if near is None else near
+        return max(0.0, far - start_s - (quick.network_s - quick.link_s))
 
     def _tree_over_ring(self, op: Collective, inside: int, hosts: int) -> float:
         """Return the speed of a tree's bytes over that of a ring's; 1 if no rate is known."""

@@ -39,6 +39,7 @@ from meshwise.spec import (
 from meshwise.spec.costs import Price
 from meshwise.spec.label import storage
 from meshwise.spec.op import REDUCING, Lowering, Regime
+from meshwise.spec.recipe import AttentionBackend
 
 Category = tuple[tuple[str, str], ...]
 Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # name, and value or reason
@@ -95,7 +96,9 @@ def name_of(price: Curve | Surface | Factor, cluster: Cluster) -> str:
     return op_key(price.like, how(price), cluster).name
 
 
-def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
+def in_step(
+    op: Op, cluster: Cluster, lowering: Lowering, attention: AttentionBackend = "auto"
+) -> How:
     """Return how a training step runs an operation; ``measure profile`` times it the same way.
 
     On a GPU products, attention and element-wise work are cold: weights were read a microbatch ago,
@@ -106,11 +109,14 @@ def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
 
     Single operations are eager: compiled code calls the same kernels for products, attention and
     collectives. The factors of its blocks cover its fused element-wise work.
+
+    ``attention``: the recipe's back end; attention with a window chooses its kernels itself.
     """
     if isinstance(op, Block | Overlap):
         return How("warm", lowering)
     warm = cluster.device.kind == "cpu" or isinstance(op, Collective)
-    return How("warm" if warm else "cold")
+    named = isinstance(op, Attention) and op.window is None and attention != "auto"
+    return How("warm" if warm else "cold", backend=attention if named else "")
 
 
 def size(op: Op, dim: str) -> int:

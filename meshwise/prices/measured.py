@@ -184,8 +184,12 @@ class Prices(Noted):
         return Estimate(found.time_s, found.error + apart, "transferred", note)
 
     def _key(self, op: Op, run: How | None = None) -> Key:
-        cluster = self.costs.cluster
-        return op_key(op, run or in_step(op, cluster, self.costs.lowering), cluster)
+        return op_key(op, run or self.in_step(op), self.costs.cluster)
+
+    def in_step(self, op: Op) -> How:
+        """Return how a step of the costs' recipe runs an operation."""
+        costs = self.costs
+        return in_step(op, costs.cluster, costs.lowering, costs.recipe.attention)
 
     def _unmeasured(self, key: Key, op: Op) -> Estimate:
         """Price by the data sheet, or raise a ValueError: the price is missing."""
@@ -271,6 +275,8 @@ class Prices(Noted):
             return APART["op"] if copies and theirs == "copy" else math.inf
         if isinstance(op, Collective) and name in COLLECTIVES_APART:
             return COLLECTIVES_APART[name]
+        if name == "backend" and mine and theirs:  # torch's own choice is nearer
+            return 2 * APART[name]
         if name == "group":  # as many ranks over the same outermost links
             return APART["group"] if outermost(mine) == outermost(theirs) else math.inf
         if name == "dtype" and isinstance(op, Shaped) and self._peaks(mine, theirs) is None:
@@ -401,6 +407,8 @@ class Prices(Noted):
                 self._sources.add("transferred")
         elif near := self._nearest(block, key.category):
             found, held_out = self.known[near[0]], self._spread(near[0])
+            if block.dtype == "fp8":  # no ratio of other products hides the errors of these
+                held_out = msgspec.structs.replace(held_out, num_points=0)
             self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
             self._sources.add("transferred")
         else:

@@ -98,7 +98,7 @@ def _scaled(op: Gemm, device: torch.device, seed: int) -> Call:
     a, scale_a = quantised(randn((op.m, op.k), torch.float32, device, seed), op.scaling)
     b, scale_b = quantised(randn((op.n, op.k), torch.float32, device, seed + 1), op.scaling)
     out = torch.empty(op.m, op.n, dtype=torch.bfloat16, device=device)
-    return functools.partial(torch_private.scaled_mm, a, b.T, scale_a, scale_b.T, out)
+    return functools.partial(torch_private.scaled_mm, a, b.T, scale_a, scale_b.T, out.dtype, out)
 
 
 def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:

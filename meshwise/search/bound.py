@@ -428,7 +428,7 @@ def hooked_s(
 ) -> float:
     """Return the seconds that FSDP2's calls on the host add to a layer (``charges.hooks_of``)."""
     stage = StageKind(model, seq_len, (kind,), False, False, (NOTHING,), cut, False, hooked=False)
-    blocks, pieces = blocks_in(stage, prices.costs.dtype), pieces_of(stage)
+    blocks, pieces = blocks_in(stage, prices.costs), pieces_of(stage)
     plain, hooked = (corrections(blocks, pieces, prices, of).factors for of in (NO_HOOKS, hooks))
     work, added_s = _work(stage, prices), 0.0
     for key in blocks:

@@ -19,6 +19,7 @@ from meshwise.prices.datasheet import Beside, attainable
 from meshwise.prices.measured import in_bursts
 from meshwise.search.simulate import COPIES, SHARING, SUMS, TO_HOST, WAITING, Charge
 from meshwise.spec import Block, Collective, HeldOut, Layout, Op, Recompute
+from meshwise.spec.op import Lowering
 
 MESSAGES = (
     "tensor-parallel communication", "expert-parallel communication", "sums over data ranks",
@@ -85,8 +86,9 @@ def _factors(
     a recomputation of ``words``, and whether there are any."""
     again = _measured_again(blocks, words, prices)
     blocks = {**blocks, **again}
-    device = device_of(prices.costs.cluster, prices.costs.lowering)
-    tasks = {key: _tasks(block, device) for key, block in blocks.items()}
+    lowering = prices.costs.lowering
+    device = device_of(prices.costs.cluster, lowering)
+    tasks = {key: _tasks(block, device, lowering) for key, block in blocks.items()}
     both: dict[Piece, list[Task]] = {}
     for piece, direction in blocks:
         both.setdefault(piece, []).extend(tasks[piece, direction])
@@ -138,8 +140,8 @@ def small(block: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=4096)
-def _tasks(block: Block, device: Device) -> Sequence[Task]:
-    one, *others = (block_tasks(each, device) for each in small(block) or [block])
+def _tasks(block: Block, device: Device, fp8: Lowering | None = None) -> Sequence[Task]:
+    one, *others = (block_tasks(each, device, fp8) for each in small(block) or [block])
     if not others:
         return one
     pairs = [(task.op, other.op) for task, other in zip(one, *others, strict=True)]
@@ -211,8 +213,9 @@ def charges(correct: Corrections, prices: Prices) -> Callable[[Task], Charge]:
         estimate = prices.estimate(task.op)
         ratio, error = correct.of(task, estimate)
         group, relative = task.part + correct.way(task), estimate.error
-        if error is None or error.num_points == 0:
-            group = type(task.op).__name__
+        kernel = prices.in_step(task.op).backend  # that measured blocks do not have
+        if kernel or error is None or error.num_points == 0:
+            group = f"{type(task.op).__name__} {kernel}".rstrip()
             relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90

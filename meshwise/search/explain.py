@@ -33,10 +33,11 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     """Return the tasks of ``node`` in a step of ``plan``. An unknown node raises a ValueError that
     lists some nodes."""
     kind, local = _find(plan, node)
-    prices = Prices(costs, datasheet=True)
+    recipe = msgspec.structs.replace(costs.recipe, attention=plan.recipe.attention)
+    prices = Prices(msgspec.structs.replace(costs, recipe=recipe), datasheet=True)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
     hooks = hooks_of(kind.layout, prices)
-    blocks = blocks_in(kind, plan.dtype)
+    blocks = blocks_in(kind, plan)
     correct = corrections(blocks, pieces_of(kind), prices, hooks, kind.recompute)
     rows: list[Explained] = []
     for task in program_of(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:

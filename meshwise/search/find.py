@@ -20,13 +20,14 @@ from itertools import groupby, islice
 
 import msgspec
 
+from meshwise.models import kernels
 from meshwise.prices import Prices
 from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, room
 from meshwise.search.charges import MESSAGES
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.progress import Reporter
 from meshwise.search.simulate import SUMS, Peak
-from meshwise.search.space import OUTSIDE, check, legal_layouts, unchecked
+from meshwise.search.space import OUTSIDE, check, legal_layouts, recipe_obstacle, unchecked
 from meshwise.search.stage import forms, views
 from meshwise.search.within import ANY, Space
 from meshwise.spec import (
@@ -175,6 +176,9 @@ def given(
 ) -> Plan:
     """Plan one given layout. It may be uneven, and it need not fit."""
     check(model, workload, layout)
+    kernels.check(costs.recipe, costs.cluster.device.kind, costs.dtype, model)
+    if reason := recipe_obstacle(model, workload.seq_len, layout, costs):
+        raise ValueError(f"layout = {layout.name}: {reason}")
     prices = Prices(costs, datasheet=not measured_only)
     prediction = predict(model, workload, layout, prices)
     return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))

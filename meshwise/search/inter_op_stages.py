@@ -236,7 +236,9 @@ def _ways(asked: _Asked, rows: int) -> list[Layout]:
                 )
                 gains = inside.replicas == 1 and not (inside.zero == 1 == count)
                 wanted = gains and within.has_stage(inside, size, host)
-                if wanted and space.obstacle(model, workload.seq_len, inside) is None:
+                about = model, workload.seq_len, inside
+                may = not (space.obstacle(*about) or space.recipe_obstacle(*about, prices.costs))
+                if wanted and may:
                     found.append(inside)
     return found
 

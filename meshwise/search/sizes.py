@@ -1,5 +1,6 @@
 """Find how many devices a training needs: the fewest on which it fits, or the cheapest count that
-meets a deadline. Or find the batch with the most tokens a second, of some that the user names.
+meets a deadline. Or find the batch, or the back end of attention, with the most tokens a second, of
+some that the user names.
 
 Counts are those that divide a host, then whole hosts. Each is searched like any plan. A count is
 not searched if the states of AdamW alone, three times the float32 parameters, are more than the
@@ -12,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshwise.models import kernels
 from meshwise.search.find import NoLayout, find
 from meshwise.search.goodput import goodput, state_bytes
 from meshwise.search.space import divisors
@@ -20,6 +22,7 @@ from meshwise.units import format_bytes, format_count, format_seconds
 
 log = logging.getLogger("meshwise")
 Tried = tuple[Plan | None, DeviceCount]
+Compared = tuple[Plan, tuple[WhatIf, ...]]
 
 
 def counts(cluster: Cluster) -> list[int]:
@@ -80,35 +83,62 @@ def cheapest(
 
 def best_batch(
     model: AnyModel, workload: Workload, costs: Costs, sizes: Sequence[int], **how: Any
-) -> tuple[Plan, tuple[WhatIf, ...]]:
+) -> Compared:
     """Return the plan of the batch that takes most tokens (or images) a second, and all batches,
     the best first. ``sizes``: their sequences in a step; ``how``: options of ``find``. If there is
     no plan of any of them a NoLayout is raised."""
-    found, none = list[Plan](), list[WhatIf]()
-    for at, size in enumerate(sizes, 1):
-        log.info("batch of %d, %d of %d", size, at, len(sizes))
+    about = {str(size): (replace(workload, global_batch_size=size), costs) for size in sizes}
+    return _best("batch of", model, about, how)
+
+
+def best_attention(
+    model: AnyModel, workload: Workload, costs: Costs, names: Sequence[str], **how: Any
+) -> Compared:
+    """Return the plan of the back end of attention that takes most tokens a second, and all
+    ``names``, the best first; auto is the best if it ties with the fastest. A ValueError refuses
+    one that cannot run the model; else as ``best_batch``."""
+    recipes = {name: replace(costs.recipe, attention=name) for name in names}
+    for recipe in recipes.values():
+        kernels.check(recipe, costs.cluster.device.kind, costs.dtype, model)
+    about = {name: (workload, replace(costs, recipe=of)) for name, of in recipes.items()}
+    return _best("attention by", model, about, how, "auto")
+
+
+def _best(
+    what: str,
+    model: AnyModel,
+    about: Mapping[str, tuple[Workload, Costs]],
+    how: dict[str, Any],
+    plainest: str = "",
+) -> Compared:
+    """Search with each workload and prices. ``plainest``: the best of those that tie; without one
+    steps are not alike, and none ties."""
+    found, none = dict[str, Plan](), list[WhatIf]()
+    for at, (change, with_these) in enumerate(about.items(), 1):
+        log.info("%s %s, %d of %d", what, change, at, len(about))
         try:
-            of = replace(workload, global_batch_size=size)
-            found.append(find(model, of, costs, **how))
+            found[change] = find(model, *with_these, **how)
         except NoLayout as error:
-            none.append(WhatIf(change=str(size), note=str(error)))
+            none.append(WhatIf(change=change, note=str(error)))
     if not found:
-        raise NoLayout("; ".join(f"batch of {one.change}: {one.note}" for one in none))
-
-    def shown(plan: Plan) -> WhatIf:
-        told, most = plan.prediction, best.prediction
-        assert told is not None and most is not None
-        return WhatIf(
-            change=str(plan.workload.global_batch_size),
-            layout=plan.layout,
-            step_time_s=told.step_time_s,
-            tokens_per_s=told.tokens_per_s,
-            faster=told.tokens_per_s / most.tokens_per_s,
+        raise NoLayout("; ".join(f"{what} {one.change}: {one.note}" for one in none))
+    told = {change: plan.prediction for change, plan in found.items() if plan.prediction}
+    ranked = sorted(told, key=lambda change: -told[change].tokens_per_s)
+    if plainest in told and told[plainest].ties(told[ranked[0]]):
+        ranked = sorted(ranked, key=lambda change: change != plainest)
+    best, most = ranked[0], told[ranked[0]]
+    shown = (
+        WhatIf(
+            change=change,
+            layout=found[change].layout,
+            step_time_s=told[change].step_time_s,
+            tokens_per_s=told[change].tokens_per_s,
+            faster=told[change].tokens_per_s / most.tokens_per_s,
+            ties=bool(plainest) and change != best and told[change].ties(most),
         )
-
-    found.sort(key=lambda plan: -plan.prediction.tokens_per_s if plan.prediction else 0.0)
-    best = found[0]
-    return best, (*map(shown, found), *none)
+        for change in ranked
+    )
+    return found[best], (*shown, *none)
 
 
 def _tried(

@@ -23,10 +23,12 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from meshwise import schedule
-from meshwise.models import placement
+from meshwise.models import kernels, placement
 from meshwise.search.within import ANY, Space
 from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
+from meshwise.spec.plan import fp8_obstacle
+from meshwise.spec.recipe import CP_CHOOSES
 
 Reasons = Counter[str]
 OUTSIDE = "outside the space asked for"
@@ -49,7 +51,9 @@ def divisors(n: int) -> list[int]:
 def legal_layouts(
     model: AnyModel, workload: Workload, costs: Costs, num_devices: int, within: Space = ANY
 ) -> tuple[list[Layout], list[Removal]]:
-    """Return the legal layouts in a fixed order, and how many layouts each constraint removed."""
+    """Return the legal layouts in a fixed order, and how many layouts each constraint removed. A
+    recipe's kernel that cannot run the model is a ValueError."""
+    kernels.check(costs.recipe, costs.cluster.device.kind, costs.dtype, model)
     removed = Reasons()
     layouts, host = [], costs.cluster.num_devices_per_host
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
@@ -58,6 +62,7 @@ def legal_layouts(
             or obstacle(model, workload.seq_len, layout)
             or nothing_gained(layout, host)
             or cannot_run(layout, model, costs)
+            or recipe_obstacle(model, workload.seq_len, layout, costs)
         )
         if reason is None:
             stages = layout.num_stages
@@ -190,6 +195,17 @@ def nothing_gained(layout: Layout, host: int) -> str | None:
     if layout.replicas > 1 and layout.shards * layout.tp > host:
         return "replicas save traffic between hosts only if a host holds all shards"
     return None
+
+
+def recipe_obstacle(model: AnyModel, seq_len: int, layout: Layout, costs: Costs) -> str | None:
+    """Return why the costs' recipe is not for a layout, or None."""
+    if layout.cp > 1 and costs.recipe.attention != "auto":
+        return CP_CHOOSES
+    if not costs.recipe.fp8:
+        return None
+    if layout.schedule in SPLIT:
+        return f"{layout.schedule} splits the backward, which computes fp8's products twice"
+    return fp8_obstacle(model, seq_len, layout)
 
 
 def cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:

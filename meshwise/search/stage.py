@@ -32,6 +32,7 @@ from meshwise.models import (
     saved_block_bytes,
 )
 from meshwise.models.apply import repeated
+from meshwise.models.kernels import KEPT
 from meshwise.models.shard import SPLIT_LOSS
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
@@ -156,6 +157,8 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         last=kind.last,
         recompute=kind.recompute,
         device=device_of(by.cluster, by.lowering),
+        attention=by.recipe.attention,
+        fp8=by.lowering if by.recipe.fp8 else None,
     )
 
 
@@ -196,7 +199,7 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 def priced(kind: StageKind, prices: Prices) -> tuple[Program, Callable[[Task], Charge]]:
     """Return a stage's program, and what each of its tasks costs."""
     form, stands_for = _form(kind, prices)
-    blocks = blocks_in(kind, prices.costs.dtype)
+    blocks = blocks_in(kind, prices.costs)
     hooks = hooks_of(kind.layout, prices) if kind.hooked else NO_HOOKS
     correct = corrections(blocks, form.pieces, prices, hooks, form.recompute)
     charge = charges(correct, prices)
@@ -231,11 +234,18 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
     return _priced.get((kind, prices)) or _cost(kind, prices)
 
 
-def blocks_in(kind: StageKind, dtype: Dtype) -> dict[tuple[Piece, str], Block]:
-    """Return the blocks of a stage by piece and direction."""
+def blocks_in(kind: StageKind, by: Costs | Plan) -> dict[tuple[Piece, str], Block]:
+    """Return the blocks of a stage by piece and direction. The dtype of layers with products in fp8
+    is fp8: a layer measured in bf16 is not theirs, but may stand in."""
     here = {"", *(layer.name for layer in kind.layers)}
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
-    return {key: block for key, block in blocks.items() if block.form in here}
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, by.dtype)
+    return {
+        key: msgspec.structs.replace(block, dtype="fp8")
+        if by.recipe.fp8 and block.part == "layer"
+        else block
+        for key, block in blocks.items()
+        if block.form in here
+    }
 
 
 def pieces_of(kind: StageKind) -> Pieces:
@@ -385,15 +395,15 @@ def _cost(
 
 def _saved(kind: StageKind, form: StageForm, prices: Prices) -> list[float]:
     """Return measured over counted bytes that the forms' pieces save."""
-    dtype = prices.costs.dtype
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
+    costs = prices.costs
+    blocks = blocks_in(kind, costs)
     measured = [
         blocks.get((piece, "backward")) for piece in form.saved
     ]  # an image model's head is not
     saved = [1.0 if block is None else _saved_ratio(block, prices) for block in measured]
     if "selective" in kind.recompute:
         saved = [
-            _of_selective(ratio, kind, dtype) if part == "layer" else ratio
+            _of_selective(ratio, kind, costs.dtype) if part == "layer" else ratio
             for (part, _), ratio in zip(form.saved, saved, strict=True)
         ]
     return saved
@@ -459,9 +469,10 @@ def _corrected(
     @cache
     def of_first(name: str) -> int:
         writer, used = writers.get(name), readers.get(name, [])
-        if copies := [task for task in used if task.stream == "host"]:
+        copies = [task for task in used if task.stream == "host"]
+        if copies and KEPT not in name:
             return found.setdefault(pieces(copies[0]), len(found))
-        if writer is None or writer.part not in ("layer", "head"):
+        if writer is None or writer.part not in ("layer", "head") or KEPT in name:
             return as_counted
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):
             return found.setdefault(pieces(writer), len(found))

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from meshwise.prices import Prices
 from meshwise.search.find import shortfall
 from meshwise.search.predict import memory_of, predict
-from meshwise.search.space import OUTSIDE, cannot_run, check, nothing_gained
+from meshwise.search.space import (
+    OUTSIDE,
+    cannot_run,
+    check,
+    nothing_gained,
+    recipe_obstacle,
+)
 from meshwise.search.within import ANY, Space
 from meshwise.spec import Costs, Difference, Layout, Part, Plan, WhyNot
 
@@ -54,7 +60,8 @@ def why_not(
 
 def _obstacle(plan: Plan, costs: Costs, layout: Layout) -> str:
     """Return why the layout cannot be planned for the plan's devices and batch; "" if it can."""
-    due, batch = plan.layout.num_devices, plan.workload.global_batch_size
+    workload, due = plan.workload, plan.layout.num_devices
+    batch = workload.global_batch_size
     if layout.num_devices != due:
         return f"it is for {layout.num_devices} devices, and the plan for {due}"
     if layout.batch_size != batch:
@@ -63,10 +70,11 @@ def _obstacle(plan: Plan, costs: Costs, layout: Layout) -> str:
             f"global_batch_size is {batch}"
         )
     try:
-        check(plan.model, plan.workload, layout)
+        check(plan.model, workload, layout)
     except ValueError as error:
         return str(error)
-    return cannot_run(layout, plan.model, costs) or ""
+    of_recipe = recipe_obstacle(plan.model, workload.seq_len, layout, costs)
+    return cannot_run(layout, plan.model, costs) or of_recipe or ""
 
 
 def _differences(chosen: Sequence[Part], named: Sequence[Part]) -> tuple[Difference, ...]:

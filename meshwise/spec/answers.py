@@ -51,7 +51,8 @@ class WhyNot(Record, kw_only=True):
 
 class WhatIf(Record, kw_only=True):
     """The best plan after one ``change``. ``faster``: its tokens per second over the plan's.
-    ``note``: how prices were changed, or why no layout (None) can be planned."""
+    ``note``: how prices were changed, or why no layout (None) can be planned. ``ties``: with the
+    plan (``Prediction.ties``); told of back ends alone."""
 
     change: str
     note: str = ""
@@ -59,6 +60,7 @@ class WhatIf(Record, kw_only=True):
     step_time_s: NonNegativeFloat = 0.0
     tokens_per_s: NonNegativeFloat = 0.0
     faster: NonNegativeFloat = 0.0
+    ties: bool = False
 
 
 class Goodput(Record, kw_only=True):
@@ -149,14 +151,15 @@ class RefitCost(Record, kw_only=True):
 
 
 class Answers(Record, kw_only=True):
-    """The answers to what was asked of a plan; empty where nothing was. ``batches``: the best plan
-    of each batch that was asked for, ``faster`` over the plan. ``bills``: of a million tokens, and
-    of all ``tokens`` (or images) of the training."""
+    """The answers to what was asked of a plan; empty where nothing was. ``batches``, ``attention``:
+    the best plan of each batch, or of each back end, that was asked for, ``faster`` over the plan.
+    ``bills``: of a million tokens, and of all ``tokens`` (or images) of the training."""
 
     why_not: tuple[WhyNot, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
     sizes: tuple[DeviceCount, ...] = ()
     batches: tuple[WhatIf, ...] = ()
+    attention: tuple[WhatIf, ...] = ()
     tokens: PositiveFloat | None = None
     deadline_s: PositiveFloat | None = None
     goodput: Goodput | None = None

@@ -206,7 +206,7 @@ class Spread(Record, kw_only=True):
 
 
 # fields of a recipe that change a step, and that no prediction knows
-UNPRICED = ("attention", "prefetch", "fp8", "async_tp")
+UNPRICED = ("prefetch", "async_tp")
 NO_PRICE = "plans do not price it yet; meshwise run --model ... --recipe runs it without a price"
 
 
@@ -239,6 +239,8 @@ class Costs(Record, kw_only=True):
         if odd:
             said = ", ".join(f"recipe.{name} = {getattr(recipe, name)}" for name in odd)
             raise ValueError(f"{said}: {NO_PRICE}")
+        if recipe.fp8 and self.dtype != "bf16":
+            raise ValueError("recipe.fp8 = True: it casts products of bf16; plan in dtype bf16")
         for name in ("weights", "reduce") if self.dtype != "bf16" else ():
             if getattr(recipe, name) == "bf16":
                 raise ValueError(f"recipe.{name} = bf16: it is for plans of dtype bf16; use fp32")

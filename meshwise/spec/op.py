@@ -21,6 +21,7 @@ Lowering = Literal["eager", "compiled"]
 SentDtype = Literal[Dtype, "int8", "uint8", "int32", "int64"]  # of collectives
 Redop = Literal["sum", "prod", "max", "min", "avg"]
 WHOLE_NUMBERS = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+FP8_ALIGNMENT = 16  # fp8 kernels take all dims of a product in multiples of this
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, **WHOLE_NUMBERS}
 
 ElementwiseKind = Literal[

@@ -12,8 +12,8 @@ from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, TpSums, Way, Workload, rank_of
 from meshwise.spec.model import AnyModel, LayerKind, layer_kinds
-from meshwise.spec.op import Dtype
-from meshwise.spec.recipe import Recipe
+from meshwise.spec.op import FP8_ALIGNMENT, Dtype
+from meshwise.spec.recipe import CP_CHOOSES, Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 from meshwise.spec.vision import WideResNet
 
@@ -245,6 +245,20 @@ def _cut(placed: Placement) -> str:
     return next((dim for dim, axes in reversed(placed.items()) if "tp" in axes), "whole")
 
 
+def fp8_obstacle(model: AnyModel, seq_len: int, layout: Layout) -> str | None:
+    """Return why a layout has no layers' products in fp8 (``Recipe.fp8``), or None."""
+    if isinstance(model, WideResNet):
+        return "fp8 is for linear layers, and an image model has none; use false"
+    ranks = range(layout.pp) if layout.meshes else ()
+    for inside in [layout.of_rank(rank) for rank in ranks] or [layout]:
+        if inside.tp > 1:
+            return "fp8 casts products of whole weights; use tp 1"
+        if (tokens := inside.microbatch_size * seq_len // inside.cp) % FP8_ALIGNMENT:
+            needed = f"{tokens} tokens on a rank: fp8 needs a multiple of {FP8_ALIGNMENT}"
+            return f"{needed}; change the microbatch size or the sequence length"
+    return None
+
+
 class Plan(Record, kw_only=True):
     """All that is needed to run the chosen layout elsewhere. ``prediction``: None if it was not
     priced. Image workloads have sequences of length 1."""
@@ -336,11 +350,15 @@ class Plan(Record, kw_only=True):
 
     def _check_recipe(self) -> None:
         recipe, compiled = self.recipe, self.lowering == "compiled"
-        if recipe.fp8 and (self.dtype != "bf16" or any(stage.tp > 1 for stage in self.stages)):
-            self.fail("recipe", "fp8 casts bf16 products of whole weights; use dtype bf16 and tp 1")
+        if recipe.fp8 and self.dtype != "bf16":
+            self.fail("recipe", "fp8 casts products of bf16; use dtype bf16")
+        if recipe.fp8 and (reason := fp8_obstacle(self.model, self.workload.seq_len, self.layout)):
+            self.fail("recipe", reason)
         if recipe.async_tp and not (compiled and max(stage.tp for stage in self.stages) > 1):
             self.fail("recipe", "async_tp is for compiled layers under tp; use both, or false")
         if recipe.weights == "bf16" and self.layout.tp_sums == "together":
             self.fail("recipe", "weights of bf16 would add up in bf16 where tp_sums is together")
         if recipe.weights == "bf16" and self.dtype != "bf16":
             self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")
+        if recipe.attention != "auto" and any(stage.cp > 1 for stage in self.stages):
+            self.fail("recipe", f"{CP_CHOOSES}; use auto, or cp 1")

@@ -7,6 +7,8 @@ from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Reco
 
 Optimizer = Literal["adamw", "adafactor", "sgd"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
+FLASH_HEAD_DIM = 256  # the widest heads that flash has kernels for, on GPUs
+CP_CHOOSES = "attention over cp ranks chooses its kernels itself, whatever recipe.attention"
 Precision = Literal["ieee", "tf32"]
 Routing = Literal["learned", "balanced", "skewed"]
 

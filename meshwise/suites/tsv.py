@@ -5,10 +5,13 @@ benchmark_one_case_gpt_bert_inference.py); its files have no header. As there, a
 2^30 bytes. A case that failed has no times, and ``Metadata`` has the reason.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from meshwise import files
 from meshwise.suites.case import BenchmarkCase, UniformParallelArgs
@@ -106,15 +109,19 @@ def line(cells: Mapping[str, str]) -> str:
 
 def check(path: Path, columns: Iterable[str]) -> None:
     """Raise ValueError if the file holds a table with other columns."""
-    text = files.read_text(path) if path.exists() else ""
-    if text and text.partition("\n")[0] != "\t".join(columns):
+    if path.exists() and files.read_text(path).partition("\n")[0] != "\t".join(columns):
         raise ValueError(f"{path} has other columns; give another --exp-name, or move it")
 
 
 def append(path: Path, cells: Mapping[str, str]) -> None:
-    """Add a row, to a new file after a header. Raise ValueError if the file has other columns."""
+    """Add a row, to a new file after a header. Several jobs may at once. Raise ValueError if the
+    file has other columns."""
     check(path, cells)
-    if not path.exists() or not path.stat().st_size:
-        files.append_line(path, "\t".join(cells))
+    if not path.exists():
+        fresh = path.with_name(f".{path.name}.{uuid4().hex}")
+        head = files.write_whole(fresh, "\t".join(cells) + "\n")
+        with contextlib.suppress(FileExistsError):  # another job's header
+            os.link(head, path)
+        head.unlink()
     # cells must not contain tabs or line ends
     files.append_line(path, "\t".join(plain(" ".join(each.split())) for each in cells.values()))

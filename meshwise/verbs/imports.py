@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,19 @@ def _read(path: Path, machine: Cluster | None) -> tuple[importers.Found, Cluster
             f"{path.name}: {size} ranks took part, but cluster {place.name!r} has "
             f"{place.num_devices} devices; give the cluster that was measured with --cluster"
         )
-    return found, place
+    return found._replace(warnings=(*found.warnings, *_other_devices(found.device, place))), place
+
+
+def _other_devices(name: str, cluster: Cluster) -> Iterator[str]:
+    """Warn of a log whose devices have another peak than the cluster's, by their data sheets."""
+    from meshwise.machine import known_device
+
+    logged, described = known_device(name), known_device(cluster.device.name)
+    if logged and described and logged["peak_flops"] != described["peak_flops"]:
+        yield (
+            f"was measured on {name}, and cluster {cluster.name!r} has {cluster.device.name}; "
+            "prices for another machine: calibrate --transfer-from"
+        )
 
 
 def _refusal(refused: dict[str, str], num_stored: int) -> str:

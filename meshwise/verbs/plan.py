@@ -15,7 +15,7 @@ from meshwise import timeline
 from meshwise.files import read_text
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
-from meshwise.prices import Prices, on_hosts, unmeasured
+from meshwise.prices import Prices
 from meshwise.spec import (
     Answers,
     AnyModel,
@@ -31,8 +31,8 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import files, ties
+from meshwise.verbs.costs import known_prices
 
-DEFAULT_COSTS = "costs.json"
 log = logging.getLogger("meshwise")
 
 
@@ -49,10 +49,11 @@ def plan(asked: PlanOptions) -> Plan:
 
     model, measured_only = asked.model, asked.measured_only
     chosen = None if model is None else catalogue.find_any(model)
-    prices = _prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
-    if asked.recipe is not None:
-        recipe = files.record(asked.recipe, Recipe)
-        prices = msgspec.structs.replace(prices, recipe=recipe)
+    prices = known_prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
+    recipe = prices.recipe if asked.recipe is None else files.record(asked.recipe, Recipe)
+    if len(asked.backends) == 1:
+        recipe = msgspec.structs.replace(recipe, attention=asked.backends[0])
+    prices = msgspec.structs.replace(prices, recipe=recipe)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
@@ -83,6 +84,7 @@ def plan(asked: PlanOptions) -> Plan:
         if asked.ties_s is not None:
             ties.check(prices.cluster, _size(asked, prices.cluster))
         found = _searched(chosen, workload, prices, asked)
+        prices = msgspec.structs.replace(prices, recipe=found.recipe)
         if (seconds := asked.ties_s) is not None:
             found = ties.measured(found, seconds, asked.out)
     found = _answered(found, asked, prices, others, lengths)
@@ -94,7 +96,8 @@ def plan(asked: PlanOptions) -> Plan:
 
 
 def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOptions) -> Plan:
-    """Return the best plan, with the numbers of devices or the batches that were compared."""
+    """Return the best plan, with the numbers of devices, batches or back ends of attention that
+    were compared."""
     from meshwise import search
 
     how, tokens, about = _how(asked), asked.num_tokens, (model, workload, prices)
@@ -106,10 +109,16 @@ def _searched(model: AnyModel, workload: Workload, prices: Costs, asked: PlanOpt
         found, sizes = search.cheapest(*about, tokens=tokens, deadline_s=deadline_s, **sizing)
     else:
         how["num_devices"] = _size(asked, prices.cluster)
-        if len(asked.batches) < 2:
-            return search.find(*about, **how)
-        found, batches = search.best_batch(*about, asked.batches, **how)
-        return msgspec.structs.replace(found, answers=Answers(batches=batches))
+        answers = Answers()
+        if len(asked.batches) > 1:
+            found, batches = search.best_batch(*about, asked.batches, **how)
+            answers = Answers(batches=batches)
+        elif len(asked.backends) > 1:
+            found, backends = search.best_attention(*about, asked.backends, **how)
+            answers = Answers(attention=backends)
+        else:
+            found = search.find(*about, **how)
+        return msgspec.structs.replace(found, answers=answers)
     return msgspec.structs.replace(found, answers=Answers(sizes=sizes))
 
 
@@ -160,6 +169,7 @@ def _answered(
         what_if=search.what_if(plan, prices, **_how(asked)) if asked.what_if else (),
         sizes=plan.answers.sizes,
         batches=plan.answers.batches,
+        attention=plan.answers.attention,
         tokens=asked.num_tokens,
         deadline_s=asked.deadline_s,
         goodput=lost,
@@ -185,48 +195,6 @@ def _refit(plan: Plan, to: Path | str) -> RefitCost:
             "to its first tier"
         )
     return forecast.between_plans(plan, files.take(to, Plan), given)
-
-
-def _prices(
-    cluster: Path | str | None, hosts: int | None, costs: Path | str | None, *, measured_only: bool
-) -> Costs:
-    """Return prices from costs, from a cluster, or from both."""
-    described = None if cluster is None else files.take(cluster, Cluster)
-    if costs is None and described is not None:
-        if measured_only:
-            raise ValueError(
-                f"measured_only: nothing was measured of cluster {described.name!r}; give its "
-                "prices with --costs, or leave --measured-only out"
-            )
-        if Path(DEFAULT_COSTS).exists():
-            log.info("%s is not read beside --cluster, unless --costs names it", DEFAULT_COSTS)
-        there = described if hosts is None else on_hosts(described, hosts)
-        return unmeasured(there)
-    if costs is None and not Path(DEFAULT_COSTS).exists():
-        raise ValueError(
-            f"{DEFAULT_COSTS} does not exist; `meshwise calibrate` writes it, or plan by data "
-            "sheets with --cluster (a file, or h100-hgx) and --hosts"
-        )
-    found = files.prices(DEFAULT_COSTS if costs is None else costs)
-    if described is not None:
-        check_alike(found.cluster, described)
-        hosts = described.num_hosts if hosts is None else hosts
-    if hosts is None:
-        return found
-    return msgspec.structs.replace(found, cluster=on_hosts(found.cluster, hosts, described))
-
-
-def check_alike(measured: Cluster, described: Cluster) -> None:
-    """Refuse prices of other devices, or of hosts with another number of them."""
-    for field, here, there in (
-        ("device.name", measured.device.name, described.device.name),
-        ("num_devices_per_host", measured.num_devices_per_host, described.num_devices_per_host),
-    ):
-        if here != there:
-            raise ValueError(
-                f"cluster {described.name!r}: {field} is {there}, but the costs are for {here}; "
-                "leave --cluster or --costs out"
-            )
 
 
 def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:

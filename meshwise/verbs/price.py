@@ -48,7 +48,8 @@ from meshwise.spec.op import (
     SentDtype,
 )
 from meshwise.units import format_bytes, parse_bytes
-from meshwise.verbs import files, measure
+from meshwise.verbs import measure
+from meshwise.verbs.costs import known_prices
 
 COLLECTIVES, MEMORY_BOUND = get_args(CollectiveKind), get_args(ElementwiseKind)
 _MODEL = ("model", "tp", "dtype")
@@ -86,7 +87,7 @@ class Priced(Record, kw_only=True):
 def price(asked: PriceOptions) -> list[Priced]:
     """Price an operation: a collective or memory-bound work of some bytes, a product, attention, a
     convolution, a layer of a model, or the collectives of one of its FSDP units."""
-    costs = files.prices(asked.costs)
+    costs = known_prices(asked.cluster, asked.hosts, asked.costs)
     prices, dtype = Prices(costs, datasheet=True), asked.dtype or costs.dtype
 
     def run(op: Op) -> How:
@@ -100,7 +101,7 @@ def _ops(asked: PriceOptions, dtype: SentDtype) -> Sequence[Op]:
     what = asked.what.replace("-", "_")
     if what not in USES:
         raise ValueError(f"what = {asked.what!r}: must be one of {', '.join(USES)}")
-    if odd := asked.said().keys() - {"what", "costs", *USES[what]}:
+    if odd := asked.said().keys() - {"what", "cluster", "hosts", "costs", *USES[what]}:
         raise ValueError(f"{min(odd)}: the price of {what} does not depend on it; leave it out")
     if what in COLLECTIVES:
         return [_collective(what, asked, dtype)]

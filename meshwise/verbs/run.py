@@ -217,7 +217,8 @@ def _check(plan: Plan, asked: Course) -> None:
 
         from meshwise.engine import kernels
 
-        kernels.choose(plan.recipe, torch.device(plan.cluster.device.kind), plan.dtype)
+        device = torch.device(plan.cluster.device.kind)
+        kernels.choose(plan.recipe, device, plan.dtype, plan.model)
 
 
 def _run(plan: Plan, asked: RunOptions, finished: list[Path]) -> Path:

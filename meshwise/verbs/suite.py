@@ -7,6 +7,7 @@ hangs or runs out of memory gets a row too, and the suite goes on.
 
 import dataclasses
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from meshwise.verbs.suite_cases import Prepared, prepared, too_large
 from meshwise.verbs.suite_results import INFERENCE_TSV, CaseResult, add_inference, phases, result
 
 Say = Callable[[str], None]  # gets the console lines
-Listed = tuple[BenchmarkCase, Plan | None, str]
+Listed = tuple[int, BenchmarkCase, Plan | None, str]
 T = TypeVar("T")
 USUAL_ITERATIONS = 3
 
@@ -57,17 +58,19 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
 
 
 def listed(name: str, asked: Suite, say: Say = silent) -> list[Listed]:
-    """List what a suite would run: each case with its plan and its changes, or why it cannot run.
-    Raise ValueError as ``run_suite`` does."""
+    """List what a suite would run: each case with its number, its plan and its changes, or why it
+    cannot run. Raise ValueError as ``run_suite`` does."""
     cluster, size = _place(asked)
     _check(name, asked)
     found: list[Listed] = []
-    for case, one in _prepared(name, cluster, size, asked):
+    prepared = _prepared(name, cluster, size, asked)
+    for number, (case, one) in zip(asked.cases or count(), prepared, strict=False):
         if isinstance(one, ValueError):
-            found.append((case, None, str(one)))
+            found.append((number, case, None, str(one)))
         else:
             doubt = too_large(one, _timed(name, asked))
-            found.append((case, one.plan, ", ".join([*one.changes, *([doubt] if doubt else [])])))
+            changes = ", ".join([*one.changes, *([doubt] if doubt else [])])
+            found.append((number, case, one.plan, changes))
     return found
 
 
@@ -122,9 +125,14 @@ def _place(asked: Suite) -> tuple[Cluster, int]:
 def _prepared(
     name: str, cluster: Cluster, size: int, asked: Suite
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
-    """List every case of a suite with its plan, or why it has none. ValueError if none has one."""
-    kind = suites.kind(name)
-    cases = [suite_search.asking(case, asked) for case in suites.cases(name, size)]
+    """List the cases of a suite that are asked for, each with its plan or why it has none.
+    ValueError if none has one, or there is no such case."""
+    kind, known_cases = suites.kind(name), suites.cases(name, size)
+    if wrong := [number for number in asked.cases if number >= len(known_cases)]:
+        most = len(known_cases) - 1
+        raise ValueError(f"case = {wrong[0]}: {name} has cases 0 to {most} for {size} devices")
+    chosen = [known_cases[number] for number in asked.cases] or known_cases
+    cases = [suite_search.asking(case, asked) for case in chosen]
     searching = any(case.parallel_mode == "search" for case in cases)
     known = suite_search.prices(cluster, asked) if searching else None
     found = [(case, prepared(kind, case, cluster, size, asked, known)) for case in cases]

@@ -22,7 +22,7 @@ from meshwise.spec import Cluster, Costs, Layout, Prediction
 from meshwise.suites import layouts, scale
 from meshwise.suites.case import BenchmarkCase, SearchParallelArgs
 from meshwise.verbs import files
-from meshwise.verbs.plan import DEFAULT_COSTS, check_alike
+from meshwise.verbs.costs import DEFAULT_COSTS, check_alike
 
 STAND_IN = "p3.16xlarge"  # the source's machine
 _NO_WORDS = ("profiling_database_filename", "space")  # but --costs, and words of its own

@@ -1,14 +1,22 @@
-"""Products in fp8: what is cast, with which scale, and that a model still learns."""
+"""Products in fp8: what is cast, with which scale, that a model still learns, and that plans count
+what runs."""
+
+from collections import Counter
 
 import msgspec
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwise.models import blocks_of, graph, program_of, saved_block_bytes
 from meshwise.nn import build
 from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import fp8
-from meshwise.spec import Decoder, Layout, Recipe, Workload
+from meshwise.spec import Decoder, Experts, Gemm, Layout, Model, Recipe, Workload, layer_kinds
 
 MODEL = Decoder(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=64, max_seq_len=32
@@ -88,5 +96,106 @@ def test_fp8_under_tensor_parallelism_is_refused(plan_of):
     plan = plan_of(MODEL, workload, Layout(), dtype="bf16")
     assert msgspec.structs.replace(plan, recipe=Recipe(fp8=True)).recipe.fp8
     plan = plan_of(MODEL, workload, Layout(tp=2), dtype="bf16")
-    with pytest.raises(ValueError, match=r"Plan.recipe.*use dtype bf16 and tp 1"):
+    with pytest.raises(ValueError, match=r"Plan.recipe.*whole weights; use tp 1"):
         msgspec.structs.replace(plan, recipe=Recipe(fp8=True)).check()
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of kernels, and keeps the shapes of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.kernels = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.kernels[name] += 1
+        if name == "_scaled_mm":
+            (m, k), (_, n) = args[0].shape, args[1].shape
+            self.products[m, n, k] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def planned(model, lowering):
+    step = graph(model, 2, 16, "bf16", layers=layer_kinds(model, 16, range(1)), fp8=lowering)
+    tasks = program_of(step, Layout(microbatch_size=2), "bf16").tasks
+    ops = [task.op for task in tasks if isinstance(task.op, Gemm) and task.op.dtype == "fp8"]
+    names = Counter(t.name.rsplit(".", 1)[-1] for t in tasks if {"a", "b"} & {*t.name.split(".")})
+    return Counter((op.m, op.n, op.k) for op in ops), names
+
+
+def layer_of(model):
+    whole = build(model)
+    whole.init_weights(0)
+    layer = whole.bfloat16().layers["0"]
+    fp8.use_fp8(layer)
+    x = torch.randn(2, 16, model.hidden).bfloat16().requires_grad_()
+    return layer, x
+
+
+FAMILIES = [
+    MODEL,
+    Model(hidden=64, layers=1, heads=4, ffn=96, vocab=64, max_seq_len=32),
+    msgspec.structs.replace(MODEL, ffn=100, qkv_bias=True),
+    msgspec.structs.replace(MODEL, experts=Experts(num_experts=4, top_k=2, ffn=32, shared_ffn=32)),
+]
+
+
+def test_compiled_layers_have_the_gradients_of_eager_ones():
+    """They were 0 of all weights with torch 2.11, where products were written to a given result."""
+    layer, x = layer_of(MODEL)
+    named, dy = {"x": x, **dict(layer.named_parameters())}, torch.randn(x.shape).bfloat16()
+    found = []
+    torch._dynamo.reset()
+    for compute in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        found.append(dict(zip(named, grad(compute(x), [*named.values()], dy), strict=True)))
+    eager, compiled = found
+    for name, gradient in eager.items():
+        assert gradient.norm() > 0
+        torch.testing.assert_close(compiled[name], gradient, rtol=0.02, atol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("model", FAMILIES, ids=["llama", "gpt", "unaligned", "experts"])
+def test_plans_count_the_kernels_that_run(model):
+    """What fp8 adds to a layer's forward and backward, beside the same layer in bf16."""
+    found, (products, names) = {}, planned(model, "eager")
+    for kind in (None, "fp8"):
+        layer, x = layer_of(model)
+        for module in layer.modules() if kind is None else ():
+            module.__class__ = nn.Linear if type(module) is fp8.Linear else module.__class__
+        with Calls() as found[kind]:
+            layer(x).backward(torch.ones_like(x))  # of a sum it would not be contiguous
+    assert found["fp8"].products == products and not found[None].products
+    more = found["fp8"].kernels - found[None].kernels
+    operands = 2 * sum(products.values())
+    assert more["abs"] == more["amax"] == names["abs"] == names["amax"] == operands
+    assert more["clone"] == names["copy"] == operands // 2
+    assert more["div"] == names["scale"] + names["divide"] == 2 * operands
+    assert more["clamp"] == names["least"] + names["clamp"] == 2 * operands
+    assert more["_to_copy"] == names["float"] + names["wide"] + names["cast"] == 3 * operands
+
+
+def test_plans_count_what_the_compiler_leaves():
+    """The number of products and casts, and within a tenth the bytes that backward keeps: torch's
+    partitioner casts attention's result for backward in forward, and keeps the cast, too."""
+    seen, saved = Counter(), list[int]()
+
+    def compiler(module, inputs):
+        *_, ends = module.graph.nodes
+        kept = [of for of in ends.args[0][1:] if of is not None and of.op != "placeholder"]
+        saved.append(sum(of.meta["val"].nbytes for of in kept))
+        calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        seen.update(getattr(call, "overloadpacket", call).__name__ for call in calls)
+        return make_boxed_func(module.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+    torch._dynamo.reset()
+    layer, x = layer_of(MODEL)
+    torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)(x).sum().backward()
+    products, names = planned(MODEL, "compiled")
+    assert seen["_scaled_mm"] == sum(products.values()) == 21
+    assert seen["amax"] == names["amax"] == 36
+    block = blocks_of(MODEL, 16, Layout(microbatch_size=2), "bf16")[("layer", ""), "forward"]
+    counted = saved_block_bytes(msgspec.structs.replace(block, dtype="fp8"), compiled=True)
+    assert saved[0] + x.nbytes == pytest.approx(counted, rel=0.1)

@@ -102,9 +102,9 @@ def test_attention_runs_on_the_kernel_that_was_chosen():
     q = torch.randn(1, 2, 8, 4)
     cpu = torch.device("cpu")
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
-        with kernels.choose(Recipe(attention=name), cpu, "fp32"):
+        with kernels.choose(Recipe(attention=name), cpu, "fp32", MODEL):
             assert torch._fused_sdp_choice(q, q, q) == backend.value
-    with kernels.choose(Recipe(), cpu, "fp32"):
+    with kernels.choose(Recipe(), cpu, "fp32", MODEL):
         assert torch.backends.cuda.math_sdp_enabled()
 
 
@@ -135,10 +135,10 @@ def test_fp32_is_multiplied_as_the_record_says(monkeypatch, plan_of, wanted):
 @pytest.mark.parametrize("name", ["cudnn", "efficient"])
 def test_a_kernel_that_is_not_there_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"attention = '{name}'.*CPU; use auto"):
-        kernels.choose(Recipe(attention=name), torch.device("cpu"), "bf16")
+        kernels.choose(Recipe(attention=name), torch.device("cpu"), "bf16", MODEL)
 
 
 def test_kernels_of_16_bits_are_refused_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     with pytest.raises(ValueError, match="16 bits"):
-        kernels.choose(Recipe(attention="flash"), torch.device("cuda"), "fp32")
+        kernels.choose(Recipe(attention="flash"), torch.device("cuda"), "fp32", MODEL)

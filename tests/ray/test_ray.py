@@ -190,6 +190,15 @@ def test_each_value_of_an_array_is_a_job_that_waits_for_room(on, tmp_path):
     assert len(list(tmp_path.glob("runs/*"))) == 2 and out.count("all_gather, 6 ranks") == 2
 
 
+def test_cases_of_a_suite_run_side_by_side_into_one_table(on, tmp_path):
+    words = "run --suite gpt_inference.profile --scale-to-fit --niter 2 --nproc-per-node 1"
+    ended(on(f"{words} --array case=0,5"))
+    head, *rows = (tmp_path / "default.tsv").read_text().splitlines()
+    assert head.startswith("Type\t") and len(rows) == 2 and len({*rows}) == 2
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/run.json")]
+    assert max(run["started"] for run in found) < min(run["ended"] for run in found)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Ray would give out GPUs that are not there")
 def test_ranks_see_all_gpus_that_ray_gave_their_job(cluster, on, tmp_path):
     """Ray takes three GPUs on trust; another job has number 0. Ranks compute on the CPU."""

@@ -97,6 +97,9 @@ def test_the_command_line_names_option_value_and_launcher(capsys):
     assert _said(capsys, "measure", "--launcher=kubernetes", "--wait", "--dry-run") == (
         "error: --wait = True: belongs to --launcher slurm or ray; give that, or leave it out\n"
     )
+    assert _said(capsys, "measure", "--launcher=slurm", "--partition=", "--dry-run") == (
+        "error: --partition = '': is empty; give a value, or leave it out\n"
+    )
 
 
 @pytest.mark.parametrize("verb", [("measure",), ("measure", "gemm"), ("run",), ("detect",)])

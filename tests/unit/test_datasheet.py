@@ -431,6 +431,25 @@ def test_every_figure_has_a_source():
         assert 0 < max(share.share, *share.devices.values(), 0.0) <= 1
 
 
+@pytest.mark.parametrize("near", [None, 20e-6])
+def test_a_slow_message_between_hosts_is_slow_at_every_hop(near):
+    """Eight bytes over four hosts of 8 GPUs: 3 hops of a ring; there and back over 2 of a tree."""
+    host = on_hosts(shipped("h100-hgx"), 4)
+
+    def small_s(kind, far):
+        tiers = [
+            msgspec.structs.replace(tier, latency_s=latency_s)
+            for tier, latency_s in zip(host.tiers, (near, far), strict=True)
+        ]
+        there = msgspec.structs.replace(host, tiers=tuple(tiers))
+        return time_s(there, Collective(kind=kind, size_bytes=8, group_size=32))
+
+    for kind, hops in (("all_gather", 3), ("all_reduce", 4)):
+        usual_s = small_s(kind, None)
+        assert small_s(kind, 10e-6) == usual_s  # as quick as NCCL's figures
+        assert small_s(kind, 1e-3) - usual_s == pytest.approx(hops * 1e-3, rel=0.03)
+
+
 def test_tiers_of_a_host_in_pairs():
     """A tier of pairs inside a host has its own rate."""
     host = shipped("h100-hgx")

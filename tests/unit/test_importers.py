@@ -839,6 +839,17 @@ def test_a_file_that_names_no_device_asks_for_the_cluster(tmp_path):
         import_files(eight, cluster=tmp_path / "cluster.toml", runs=tmp_path / "runs")
 
 
+@pytest.mark.parametrize(
+    ("cluster", "is_other"), [("dgx-a100-80gb", False), ("p4d.24xlarge", False), ("h100-hgx", True)]
+)
+def test_a_log_of_another_machine_than_the_cluster_is_said(cluster, is_other, tmp_path):
+    path = DATA / "nccl_tests_a100x8" / "nccl_allreduce.log"
+    (run_dir,) = import_files(path, cluster=cluster, runs=tmp_path)
+    warnings = " ".join(store.load(run_dir)[0].provenance["imported"]["warnings"])
+    said = "was measured on A100-SXM4-40GB, and cluster 'h100-hgx' has NVIDIA H100 80GB HBM3"
+    assert (said in warnings) == ("was measured on" in warnings) == is_other
+
+
 def test_a_bad_file_is_named_and_the_good_ones_are_stored(tmp_path, monkeypatch, caplog):
     good = [str(path) for path in H200[:2]]
     bad = {"empty.log": "", "table.csv": "a,b\n", "also.csv": "a,b\n"}

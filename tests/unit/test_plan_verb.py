@@ -584,10 +584,13 @@ def test_a_search_keeps_to_the_recipe(reduce):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ('{"fp8": true}', "recipe.fp8 = True: plans do not price it yet; meshwise run --model"),
         (
-            '{"prefetch": 2, "fp8": true}',
-            "recipe.prefetch = 2, recipe.fp8 = True: plans do",
+            '{"async_tp": true}',
+            "recipe.async_tp = True: plans do not price it yet; meshwise run --mo",
+        ),
+        (
+            '{"prefetch": 2, "async_tp": true}',
+            "recipe.prefetch = 2, recipe.async_tp = True: plans do",
         ),
         ('{"prefetch": 2}', "recipe.prefetch = 2: plans do not"),
         ('{"routing": "skewed"}', "recipe.routing = skewed: plans do not"),

@@ -296,41 +296,50 @@ class TestSuites:
     def test_what_cannot_fit_is_marked(self):
         """4 CPU ranks share 4 GiB: 1.3B in fp32 needs 5.2 GB, and to train 16 bytes each."""
         found = listed("gpt_inference.profile", Suite())
-        assert all("does not fit: " in note for _, _, note in found)
-        assert "4.9 GiB of its memory, and here are 4.0 GiB" in found[0][2]
+        assert all("does not fit: " in note for *_, note in found)
+        assert "4.9 GiB of its memory, and here are 4.0 GiB" in found[0][3]
         store.write("cluster.toml", machine(4, memory_bytes=2**31))
         found = listed("gpt_inference.profile", Suite())
-        fits = {plan.model.name for _, plan, note in found if not note}
+        fits = {plan.model.name for *_, plan, note in found if not note}
         assert fits == {"gpt-1.3b"}
-        ((_, _, trained),) = listed("gpt.perf_test_manual", Suite())
+        ((*_, trained),) = listed("gpt.perf_test_manual", Suite())
         assert "19.6 GiB of its memory, and here are 8.0 GiB" in trained
         scaled = listed("gpt_inference.profile", Suite(scale_to_fit=True))
-        assert not any("does not fit" in note for _, _, note in scaled)
+        assert not any("does not fit" in note for *_, note in scaled)
 
     def test_cpus_get_sizes_that_take_seconds(self):
         """Their memory of 80 GiB would hold what keeps them busy for minutes; a GPU's holds it."""
         changed = {}
         for kind in ("cpu", "cuda"):
             store.write("cluster.toml", machine(4, memory_bytes=80 * 2**30, kind=kind))
-            ((_, _, changed[kind]),) = listed("gpt.perf_test_auto", Suite(scale_to_fit=True))
+            ((*_, changed[kind]),) = listed("gpt.perf_test_auto", Suite(scale_to_fit=True))
         assert changed["cpu"].endswith("to 0.2 TFLOP an iteration of each device")
         assert changed["cuda"] == ""
 
     @pytest.mark.parametrize("name", ["gpt", "moe", "wresnet"])
     def test_cases_shrink_to_the_memory_of_a_device(self, name):
         store.write("cluster.toml", machine(4, memory_bytes=50_000_000))
-        ((_, plan, changes),) = listed(f"{name}.perf_test_auto", Suite(scale_to_fit=True))
-        ((_, whole, none),) = listed(f"{name}.perf_test_auto", Suite())
+        ((*_, plan, changes),) = listed(f"{name}.perf_test_auto", Suite(scale_to_fit=True))
+        ((*_, whole, none),) = listed(f"{name}.perf_test_auto", Suite())
         assert "does not fit" in none and changes
         assert num_parameters(plan.model) < num_parameters(whole.model) / 10
         assert plan.layout.num_devices == 4 and plan.layout.pp == whole.layout.pp
 
     def test_a_pipeline_is_skipped_where_others_can_run(self):
         found = listed("gpt_inference.profile", Suite(shard_only=True))
-        kept = [plan.layout.pp for _, plan, _ in found if plan is not None]
-        refused = [why for _, plan, why in found if plan is None]
+        kept = [plan.layout.pp for *_, plan, _ in found if plan is not None]
+        refused = [why for *_, plan, why in found if plan is None]
         assert set(kept) == {1} and all("run it without --shard-only" in why for why in refused)
         assert (len(kept), len(refused)) == (20, 40)
+
+    def test_some_cases_of_a_suite(self):
+        name = "gpt_inference.profile"
+        everything = [(number, case) for number, case, *_ in listed(name, Suite())]
+        assert [number for number, _ in everything] == list(range(60))
+        some = listed(name, Suite(cases=(41, 3)))
+        assert [(number, case) for number, case, *_ in some] == [everything[41], everything[3]]
+        with pytest.raises(ValueError, match=f"case = 60: {name} has cases 0 to 59 for 4 devices"):
+            run_suite(name, Suite(cases=(3, 60)))
 
     def test_a_table_of_another_kind_is_not_added_to(self):
         Path("mine.tsv").write_text("a\tb\n")
@@ -343,8 +352,8 @@ class TestSuites:
         found = swept(name, Suite(scale_to_fit=True), lines.append, listed)
         assert [*found] == [4, 2] and len(lines) == 6  # of the eight shapes
         for size, cases in found.items():
-            assert all(plan.layout.num_devices == size for _, plan, _ in cases)
-            assert all(plan.prediction is None for _, plan, _ in cases)  # priced as V100s
+            assert all(plan.layout.num_devices == size for *_, plan, _ in cases)
+            assert all(plan.prediction is None for *_, plan, _ in cases)  # priced as V100s
         assert "layouts are searched by the data sheet of p3.16xlarge" in caplog.text
 
     def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):

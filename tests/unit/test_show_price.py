@@ -171,6 +171,21 @@ def test_a_layer_of_which_nothing_was_measured_has_a_wide_interval(capsys):
     assert "measured" not in found.rests_on
 
 
+def test_a_cluster_that_was_never_measured_has_its_data_sheet_s_prices(capsys):
+    """NVLink moves 450 GB/s each way; a host's network eight times 50."""
+    times_s = {}
+    for group in (8, 64):
+        words = f"all_gather 1GiB --group {group} --cluster h100-hgx --hosts 8 --json"
+        code, said = shown(words, capsys)
+        (found,) = json.loads(said.out)
+        assert (code, found["tier"]) == (0, "datasheet")
+        times_s[group] = found["time_s"]
+    assert 1 < times_s[8] / (7 / 8 * 2**30 / 450e9) < 1.6
+    assert 1 < times_s[64] / (63 / 64 * 2**30 / 400e9) < 1.6
+    code, said = shown("all_gather 1GiB", capsys)
+    assert code == 2 and "or go by data sheets with --cluster (a file, or h100-hgx)" in said.err
+
+
 def test_work_on_no_bytes_takes_no_time():
     from meshwise import store
 

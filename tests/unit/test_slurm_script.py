@@ -174,6 +174,8 @@ def test_a_job_of_an_array_has_its_value():
     for odd in ("seq-len", "=1", "seq-len=1,,2"):
         with pytest.raises(ValueError, match=r"^array = "):
             swept(odd)
+    layouts = ['{"tp": 2, "stages": [{"tp": 1}, {"tp": 2}]}', '{"pp": 2}', "a.json"]
+    assert swept(f"layout={','.join(layouts)}") == ("layout", layouts)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])

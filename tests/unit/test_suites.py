@@ -1,5 +1,8 @@
 """The suites against the tables and texts that Alpa publishes, by hand."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -443,6 +446,21 @@ def test_a_table_has_its_header_once_and_a_row_a_case(tmp_path):
         and lines[0] == list(tsv.COLUMNS)
         and lines[3] == list(golden_row().values())
     )
+
+
+def test_jobs_that_begin_a_table_at_once_give_it_one_header(tmp_path):
+    path, together = tmp_path / "default.tsv", threading.Barrier(8)
+
+    def job(_):
+        together.wait()
+        tsv.append(path, golden_row())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(job, range(8)))
+    header, *rows = path.read_text().splitlines()
+    assert header.split("\t") == list(tsv.COLUMNS)
+    assert rows == ["\t".join(golden_row().values())] * 8
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_table_with_other_columns_is_refused_and_left_alone(tmp_path):
