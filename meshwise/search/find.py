@@ -462,7 +462,7 @@ def _nearest(
     if found is None:
         return None
     layout, rank, peak = found
-    missing, reason = peak.total_bytes - limit, shortfall(rank, peak, limit)
+    missing, reason = peak.total_bytes - limit, peak.shortfall(rank, limit)
     return Infeasible(layout=layout, missing_bytes=missing, reason=reason)
 
 
@@ -492,17 +492,8 @@ def _just_beyond(
 
 
 def misfit(plan: Plan, costs: Costs, *, measured_only: bool = False) -> str:
-    """Say which rank of a plan needs more memory than a device has (``shortfall``); "" if all
+    """Say which rank of a plan needs more memory than a device has (``Peak.shortfall``); "" if all
     fit. ``costs``: the prices that the plan was made from."""
     prices, limit = Prices(costs, datasheet=not measured_only), plan.cluster.usable_bytes
     rank, peak = memory_of(plan.model, plan.workload, plan.layout, prices)
-    return shortfall(rank, peak, limit) if peak.total_bytes > limit else ""
-
-
-def shortfall(rank: int, peak: Peak, limit: float) -> str:
-    """Say how many bytes a rank lacks, and what most of its memory is."""
-    name, size = max(peak.parts.items(), key=lambda part: part[1])
-    return (
-        f"rank {rank} needs {format_bytes(math.ceil(peak.total_bytes - limit))} more; its "
-        f"largest part is {name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})"
-    )
+    return peak.shortfall(rank, limit) if peak.total_bytes > limit else ""
