@@ -211,7 +211,7 @@ def _states(job: str) -> list[_State]:
         reason = "" if state[2] == "None" else f": {state[2]}"
         began = re.search(r"^ +BatchHost=", text, re.M) is not None
         found.append(_State(name, state[1], reason, worst, began))
-    return found
+    return sorted(found, key=lambda one: (len(one.name), one.name))
 
 
 def _appeared(one: _State, folder: Path) -> bool:
@@ -234,7 +234,7 @@ class _Tails:
         return self.values[int(number)] if number.isdecimal() else "the rest" * bool(number)
 
     def show(self, found: Iterable[_State]) -> None:
-        for one in sorted(found, key=lambda one: (len(one.name), one.name)):
+        for one in found:
             for suffix, stream in (("out", sys.stdout), ("err", sys.stderr)):
                 with contextlib.suppress(FileNotFoundError):
                     self._more(self.folder / f"{one.name}.{suffix}", stream, self.value(one))

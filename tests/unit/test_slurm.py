@@ -230,7 +230,7 @@ def test_jobs_of_an_array_have_their_values_and_failures_are_last(stub, capsys):
     place = Allocation(wait=True, run_id="a", array="seq_len=8,16,32,64")
     with pytest.raises(RanksFailed) as failed:
         slurm.start(MEASURE, place)
-    said = "job 7: seq-len = 32, 8: FAILED, exit code 2; seq-len = 64: CANCELLED; logs are in "
+    said = "job 7: seq-len = 8, 32: FAILED, exit code 2; seq-len = 64: CANCELLED; logs are in "
     assert str(failed.value) == f"{said}{Path.cwd()}/runs/jobs/a; --resume goes on"
     told = capsys.readouterr()
     assert told.out.split() == ["out0", "out1", "out2", "out3"]
@@ -254,13 +254,14 @@ def test_the_last_line_of_an_array_names_values_whose_command_failed(stub, capsy
 def test_a_removed_working_directory_is_named(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
-    monkeypatch.chdir(gone)
-    monkeypatch.setenv("PWD", str(gone))
-    gone.rmdir()
-    for use in (lambda: MEASURE.folder(Allocation()), lambda: body(MEASURE, Allocation())):
-        with pytest.raises(ValueError) as refused:
-            use()
-        assert str(refused.value) == f"{gone}: was removed; cd to a folder that is there"
+    with monkeypatch.context() as inside:
+        inside.chdir(gone)
+        inside.setenv("PWD", str(gone))
+        gone.rmdir()
+        for use in (lambda: MEASURE.folder(Allocation()), lambda: body(MEASURE, Allocation())):
+            with pytest.raises(ValueError) as refused:
+                use()
+            assert str(refused.value) == f"{gone}: was removed; cd to a folder that is there"
 
 
 def test_output_that_a_file_system_shows_late_is_printed(stub, capsys):
