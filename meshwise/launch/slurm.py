@@ -135,14 +135,14 @@ def _followed(job: str, folder: Path, going_on: Sequence[str], array: str | None
         before = now
         time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a shared file system may show the last lines late
-    silent = [one for one in found if one.began and not _appeared(one, folder)]
+    for one in found:
+        log = folder / f"{one.name}.out"
+        if one.began and one.code != _NO_LOG and not files.appeared(log, inside=folder):
+            print(f"{log}: not seen here; look on the job's hosts", file=sys.stderr)
     tails.show(found)
     bad = [one for one in found if one.state != "COMPLETED"]
-    for one in silent:
-        if one.state != "FAILED":
-            print(f"{one.log(folder)}: not seen here; look on the job's hosts", file=sys.stderr)
-    said = f"job {job}: {_ends(bad, silent, tails)}"
-    if {*bad} - {*silent}:
+    said = f"job {job}: {_ends(bad, tails)}"
+    if any(one.code != _NO_LOG for one in bad):
         said += f"; logs are in {folder}"
         said += f"; {' '.join(going_on)} goes on" if going_on else ""
     if any(one.state != "FAILED" or one.code not in _OWN_CODES for one in bad):
@@ -161,19 +161,16 @@ class _State(NamedTuple):
     code: int
     began: bool
 
-    def log(self, folder: Path) -> Path:
-        return folder / f"{self.name}.out"
 
-
-def _ends(bad: Iterable[_State], silent: Sequence[_State], tails: "_Tails") -> str:
+def _ends(bad: Iterable[_State], tails: "_Tails") -> str:
     """Say how jobs that did not succeed ended; of an array with their values."""
     ends = dict[str, list[str]]()
     for one in bad:
         how = one.state
-        if how == "FAILED":
+        if one.code == _NO_LOG:
+            how += f" before it wrote a line: its hosts may not see {tails.folder}"
+        elif how == "FAILED":
             how += f", exit code {one.code}"
-            if one in silent:
-                how = f"FAILED before it wrote a line: its hosts may not see {tails.folder}"
         ends.setdefault(how, []).append(tails.value(one))
     return "; ".join(
         f"{tails.flag} = {', '.join(values)}: {how}" if tails.flag else how
@@ -212,12 +209,6 @@ def _states(job: str) -> list[_State]:
         began = re.search(r"^ +BatchHost=", text, re.M) is not None
         found.append(_State(name, state[1], reason, worst, began))
     return sorted(found, key=lambda one: (len(one.name), one.name))
-
-
-def _appeared(one: _State, folder: Path) -> bool:
-    """Return whether a log is seen, if late. There is none if its host could not open it."""
-    within_s = 0.0 if one.code == _NO_LOG else files.LATE_S
-    return files.appeared(one.log(folder), within_s, folder)
 
 
 class _Tails:

@@ -286,7 +286,7 @@ def test_output_that_a_file_system_shows_late_is_printed(stub, capsys):
 def test_output_that_is_never_seen_is_said(stub, capsys, monkeypatch):
     stub("sbatch", "echo 7")
     stub("scontrol", _shown("COMPLETED"))
-    monkeypatch.setattr(files, "appeared", lambda path, *_: Path(path).exists())
+    monkeypatch.setattr(files, "appeared", lambda path, inside: Path(path).exists())
     assert slurm.start(MEASURE, Allocation(wait=True, run_id="a")) == 0
     told = f"{Path.cwd()}/runs/jobs/a/7.out: not seen here; look on the job's hosts\n"
     assert capsys.readouterr().err.endswith(told)
