@@ -13,7 +13,7 @@ ROOMS = {
     "cli": 1_500,
     "engine": 3_270,
     "fit": 1_406,
-    "launch": 1_965,
+    "launch": 1_955,
     "models": 5_263,
     "nn": 1_362,
     "options": 1_462,
