@@ -1,7 +1,7 @@
 """The batch script of a command: what sbatch gets, and what runs in an allocation there is.
 
-Text of the user's reaches the shell quoted, and sbatch's own lines quoted by its rules; a control
-character is refused.
+Text of the user's reaches the shell quoted, and sbatch's own lines quoted by its rules; there a
+control character is refused.
 """
 
 import shlex
