@@ -30,7 +30,7 @@ class Job:
         """Read this process's job from the variables that torchrun and srun set.
 
         A Slurm step of one task (``srun --pty bash``) and a batch script are not launchers: a
-        process in them starts its own ranks.
+        process in them starts its own ranks, unless WORLD_SIZE says that the task is the job.
         """
         if "RANK" in variables and "WORLD_SIZE" in variables:
             world_size = int(variables["WORLD_SIZE"])
@@ -45,7 +45,8 @@ class Job:
                 launched=True,
             )
         tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
-        if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
+        is_rank = tasks > 1 or variables.get("WORLD_SIZE") == "1"
+        if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or not is_rank:
             return cls()
         hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
         job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])

@@ -62,7 +62,7 @@ def start_here(
     errand = Errand(command, dry_run or place.launcher == "kubernetes")
     flag, values = ("", [""]) if place.array is None else swept(place.array)
     for value in values:
-        _, bound, _ = parse([*command, f"--{flag}", value] if flag else [*command])
+        _, bound, _ = parse([*command, f"--{flag}={value}"] if flag else [*command])
         if image(place) is None:
             _look_up(errand.verb, bound.arguments.get("asked"))
     engine = importlib.import_module(f"meshwise.launch.{place.launcher}")

@@ -62,11 +62,22 @@ class Errand:
     def folder(self, place: Allocation) -> Path:
         """Return the absolute path of the folder of the script and the logs."""
         runs = self.value("runs") or os.environ.get("OUTPUT_DIR") or "runs"
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         name = place.run_id or os.environ.get("RUN_ID") or f"{self.verb}-{now}"
         if Path(name).name != name or name == "..":
             raise ValueError(f"run_id = {name!r}: is the name of a folder, without / or ..")
-        return Path(runs).absolute() / "jobs" / name
+        return Path(here(), runs, "jobs", name)
+
+
+def here() -> str:
+    """Return the working directory; ValueError if somebody removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{os.environ.get('PWD', 'the working directory')}: was removed; cd to a folder that "
+            "is there"
+        ) from None
 
 
 def image(place: Allocation) -> str | None:

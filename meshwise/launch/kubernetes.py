@@ -6,12 +6,11 @@ absolute path of the host. One mount holds the working directory, which is that 
 """
 
 import json
-import os
 import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from meshwise.launch.errand import Errand, image
+from meshwise.launch.errand import Errand, here, image
 from meshwise.options.allocation import Allocation
 
 _PORT = 29500
@@ -94,7 +93,7 @@ def _pod(errand: Errand, place: Allocation, *, node_rank: str, master: str) -> d
         "name": "pytorch",
         "image": found,
         "command": [python, *torchrun, *program],
-        "workingDir": os.getcwd(),
+        "workingDir": here(),
         "resources": {"limits": gpus},
         "volumeMounts": [{"name": n, "mountPath": path} for n, (_, path) in mounts.items()],
     }
@@ -110,17 +109,17 @@ def _pod(errand: Errand, place: Allocation, *, node_rank: str, master: str) -> d
 def _mounts(place: Allocation) -> list[tuple[str, str]]:
     """Return source and target of each mount. ValueError if none holds the working directory: what
     is written there would be gone with the pod."""
-    here = os.getcwd()
+    folder = here()
     found = []
     for mount in place.container_mounts:
         source, _, target = mount.partition(":")
         if not source or not target.startswith("/") or ":" in target:
             raise ValueError(f"container_mounts = {mount!r}: write SOURCE:TARGET, as data:/data")
         found.append((source, target))
-    if not any(PurePosixPath(here).is_relative_to(target) for _, target in found):
+    if not any(PurePosixPath(folder).is_relative_to(target) for _, target in found):
         raise ValueError(
-            f"container_mounts: none holds the working directory {here}, where results are "
-            f"written; add CLAIM:{here}"
+            f"container_mounts: none holds the working directory {folder}, where results are "
+            f"written; add CLAIM:{folder}"
         )
     return found
 

@@ -51,7 +51,7 @@ def start(errand: Errand, place: Allocation) -> int:
             return _carry_out(ray, place, [RayJob(ray, errand)])
         flag, values = swept(place.array)
         jobs = [
-            RayJob(ray, Errand((*errand.words, f"--{flag}", value)), f"{flag} = {value}")
+            RayJob(ray, Errand((*errand.words, f"--{flag}={value}")), f"{flag} = {value}")
             for value in values
         ]
         return _carry_out(ray, place, jobs)

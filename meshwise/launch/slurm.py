@@ -16,10 +16,13 @@ from typing import NamedTuple, TextIO
 from meshwise import files, signals
 from meshwise.launch.errand import Errand, image
 from meshwise.launch.failed import RanksFailed
-from meshwise.launch.slurm_script import body, script
+from meshwise.launch.slurm_script import body, script, swept
 from meshwise.options.allocation import Allocation
 
 _POLL_S = 2.0
+_PATIENCE_S = 600.0  # while Slurm's controller is down
+_OWN_CODES = (2, 3, 4)  # of the command, which said why; others are of ranks that were ended
+_NO_LOG = 128 + 53  # Slurm's code of a host that could not open the logs
 _WAITING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING",
             "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STAGE_OUT", "STOPPED")  # fmt: skip
 _NODES = "sinfo -N -o '%N %c %m %G %f' lists each node's cores, memory, GPUs and features"
@@ -83,11 +86,23 @@ def _submitted(errand: Errand, place: Allocation) -> int:
     _program("sbatch")
     folder = errand.folder(place)
     text = script(errand, place, folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"run_id = {folder.name!r}: {folder} is another job's; give another --run-id"
+        ) from None
     path = folder / "script.sh"
-    files.write_whole(path, text.encode())
-    print(text, file=sys.stderr)
-    job = _asked("sbatch", "--parsable", str(path)).partition(";")[0]
+    try:
+        files.write_whole(path, text.encode())
+        print(text, file=sys.stderr)
+        answer = _asked("sbatch", "--parsable", str(path))
+        job = answer.partition(";")[0]
+        if not job.isdecimal():
+            raise ValueError(f"sbatch: said {answer!r}, which is no job's number")
+    except ValueError:
+        shutil.rmtree(folder)
+        raise
     print(f"job {job}: {path}", file=sys.stderr)
     if not place.wait:
         logs = shlex.join(f"{folder}/{job}.{suffix}" for suffix in ("err", "out"))
@@ -95,79 +110,134 @@ def _submitted(errand: Errand, place: Allocation) -> int:
         return 0
     try:
         with signals.raised():
-            return _followed(job, folder, errand.going_on)
-    except BaseException:
-        subprocess.run(["scancel", job], check=False)
+            return _followed(job, folder, errand.going_on, place.array)
+    except (KeyboardInterrupt, signals.Ended):
+        with signals.held():
+            done = subprocess.run(["scancel", job], check=False)
+        print(f"job {job} {'goes on' if done.returncode else 'was cancelled'}", file=sys.stderr)
         raise
 
 
-def _followed(job: str, folder: Path, going_on: Sequence[str]) -> int:
-    """Print the job's output until it ends; return its exit code. RanksFailed says how else."""
-    tails, before = _Tails(folder), ""
+def _followed(job: str, folder: Path, going_on: Sequence[str], array: str | None) -> int:
+    """Print the job's output until it ends, of an array each job's as it ends. Return the exit
+    code; RanksFailed says how else it ended."""
+    tails, before = _Tails(folder, array), ""
     while True:
-        found, reason = _states(job)
-        if reason != before:
-            print(f"job {job} waits: {reason}" if reason else f"job {job} runs", file=sys.stderr)
-        before = reason
-        tails.show(one.name for one in found)
-        if not any(one.state in _WAITING for one in found):
+        found = _patiently(job)
+        waiting = [one for one in found if one.state in _WAITING]
+        tails.show(one for one in found if array is None or one not in waiting)
+        if not waiting:
             break
+        reasons = [one.reason for one in waiting if one.state == "PENDING"]
+        now = f"job {job} waits{reasons[-1]}" if reasons else f"job {job} runs"
+        if now != before:
+            print(now, file=sys.stderr)
+        before = now
         time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a shared file system may show the last lines late
     for one in found:
         log = folder / f"{one.name}.out"
-        if one.began and not files.appeared(log):
+        if one.began and one.code != _NO_LOG and not files.appeared(log, inside=folder):
             print(f"{log}: not seen here; look on the job's hosts", file=sys.stderr)
-    tails.show(one.name for one in found)
-    odd = [one.state for one in found if one.state not in ("COMPLETED", "FAILED")]
-    if odd:
-        then = f"; {' '.join(going_on)} goes on" if going_on else ""
-        raise RanksFailed(f"job {job}: {odd[0]}; logs are in {folder}{then}")
-    return max((one.code for one in found), default=0)
+    tails.show(found)
+    bad = [one for one in found if one.state != "COMPLETED"]
+    said = f"job {job}: {_ends(bad, tails)}"
+    if any(one.code != _NO_LOG for one in bad):
+        said += f"; logs are in {folder}"
+        said += f"; {' '.join(going_on)} goes on" if going_on else ""
+    if any(one.state != "FAILED" or one.code not in _OWN_CODES for one in bad):
+        raise RanksFailed(said)
+    if bad and array:
+        print(f"error: {said}", file=sys.stderr)
+    return max((one.code for one in bad), default=0)
 
 
 class _State(NamedTuple):
-    """A job, or a job of an array. ``name``: of its logs."""
+    """A job, or a job of an array. ``name``: of its logs. ``reason``: of its waiting."""
 
     name: str
     state: str
+    reason: str
     code: int
     began: bool
 
 
-def _states(job: str) -> tuple[list[_State], str]:
-    """Return what became of a job, or of all jobs of an array; and why it waits, if so."""
-    found, reason = [], ""
-    for line in _asked("scontrol", "--oneliner", "show", "job", job).splitlines():
-        facts = dict(re.findall(r"(\w+)=(\S*)", line))
-        code, _, killed_by = facts["ExitCode"].partition(":")
-        task = facts.get("ArrayTaskId")
-        name = f"{facts['ArrayJobId']}_{task}" if task else facts["JobId"]
-        worst = int(code) or (int(killed_by) and 128 + int(killed_by))
-        found.append(_State(name, facts["JobState"], worst, facts.get("BatchHost") is not None))
-        if facts["JobState"] == "PENDING":
-            reason = facts["Reason"]
-    return found, reason
+def _ends(bad: Iterable[_State], tails: "_Tails") -> str:
+    """Say how jobs that did not succeed ended; of an array with their values."""
+    ends = dict[str, list[str]]()
+    for one in bad:
+        how = one.state
+        if one.code == _NO_LOG:
+            how += f" before it wrote a line: its hosts may not see {tails.folder}"
+        elif how == "FAILED":
+            how += f", exit code {one.code}"
+        ends.setdefault(how, []).append(tails.value(one))
+    return "; ".join(
+        f"{tails.flag} = {', '.join(values)}: {how}" if tails.flag else how
+        for how, values in ends.items()
+    )
+
+
+def _patiently(job: str) -> list[_State]:
+    """Return what became of a job, although Slurm's controller may not answer for some minutes."""
+    limit, is_said = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            return _states(job)
+        except ValueError as error:
+            if time.monotonic() > limit:
+                raise ValueError(f"job {job} is not followed any longer: {error}") from None
+            if not is_said:
+                print(f"job {job}: {error}; asking again", file=sys.stderr)
+            is_said = True
+        time.sleep(_POLL_S)
+
+
+def _states(job: str) -> list[_State]:
+    """Return what became of a job, or of all jobs of an array. Text of the user's, such as a name,
+    is only ever behind what is matched on its line."""
+    found = []
+    for text in re.split(r"\n(?=JobId=)", _asked("scontrol", "show", "job", job)):
+        line = re.match(r"JobId=(\d+)(?: ArrayJobId=(\d+) ArrayTaskId=(\S+))? ", text)
+        state = re.search(r"^ +JobState=(\S+) Reason=(\S+)", text, re.M)
+        code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", text, re.M)
+        if not (line and state and code):
+            raise ValueError(f"scontrol: says nothing of job {job}")
+        name = f"{line[2]}_{line[3]}" if line[2] else line[1]
+        worst = int(code[1]) or (int(code[2]) and 128 + int(code[2]))
+        reason = "" if state[2] == "None" else f": {state[2]}"
+        began = re.search(r"^ +BatchHost=", text, re.M) is not None
+        found.append(_State(name, state[1], reason, worst, began))
+    return sorted(found, key=lambda one: (len(one.name), one.name))
 
 
 class _Tails:
-    """Files of output that grow while a job runs, several for an array."""
+    """Files of output that grow while a job runs, several for an array, each under its value."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, array: str | None) -> None:
+        self.folder, self.last = folder, ""
+        self.flag, self.values = swept(array) if array else ("", [])
         self.read: dict[Path, int] = {}
 
-    def show(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
+    def value(self, one: _State) -> str:
+        """Return a job's value of an array; of jobs that never began together "the rest"."""
+        number = one.name.partition("_")[2]
+        return self.values[int(number)] if number.isdecimal() else "the rest" * bool(number)
+
+    def show(self, found: Iterable[_State]) -> None:
+        for one in found:
             for suffix, stream in (("out", sys.stdout), ("err", sys.stderr)):
                 with contextlib.suppress(FileNotFoundError):
-                    self._more(self.folder / f"{name}.{suffix}", stream)
+                    self._more(self.folder / f"{one.name}.{suffix}", stream, self.value(one))
 
-    def _more(self, path: Path, stream: TextIO) -> None:
+    def _more(self, path: Path, stream: TextIO, value: str) -> None:
         with path.open("rb") as file:
             file.seek(self.read.get(path, 0))
             more = file.read()
             self.read[path] = file.tell()
+        if more and value != self.last:
+            print(f"--- {self.flag} = {value}", file=sys.stderr, flush=True)
+            self.last = value
         print(more.decode(errors="replace"), end="", file=stream, flush=True)
 
 

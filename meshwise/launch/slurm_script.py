@@ -1,20 +1,30 @@
 """The batch script of a command: what sbatch gets, and what runs in an allocation there is.
 
-Text of the user's reaches the shell quoted, and sbatch's own lines quoted by its rules; a control
-character is refused.
+Text of the user's reaches the shell quoted, and sbatch's own lines quoted by its rules; there a
+control character is refused.
 """
 
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwise.launch.errand import Errand, image
+from meshwise.launch.errand import Errand, here, image
 from meshwise.options.allocation import Allocation
 from meshwise.text import plain
 
 NOTICE_S = 120  # between Slurm's signal and the time limit
 ENDING_S = 300  # for the other ranks to end after the first
+
+_OWN = {  # options of sbatch that --sbatch must not give, and what does
+    **dict.fromkeys(("--nodes", "-N"), "give --nodes"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "give --nproc-per-node"),
+    **dict.fromkeys(("--array", "-a"), "give --array"),
+    **dict.fromkeys(("--wait", "-W"), "give --wait"),
+    "--test-only": "give --dry-run",
+    **dict.fromkeys(("--output", "-o", "--error", "-e"), "give --run-id or OUTPUT_DIR"),
+    **dict.fromkeys(("--wrap", "--parsable", "--help", "-h", "--usage"), "leave it out"),
+    **dict.fromkeys(("--version", "-V"), "leave it out"),
+}
 
 _PRESENT = """\
 command -v "$0" > /dev/null || {
@@ -32,7 +42,7 @@ cd -- {here}
 # Ranks meet at the first host, at the address by which Slurm reaches it.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-export MASTER_ADDR="${{address:-$first}}"
+export MASTER_ADDR="${{address:-$first}}"{alone}
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${{SLURM_RESTART_COUNT:-0}}, ranks meet at \
 $MASTER_ADDR" >&2
 
@@ -69,16 +79,20 @@ def body(errand: Errand, place: Allocation) -> str:
         flag, values = swept(place.array)
         changes += [
             f"values=({shlex.join(values)})",
-            f'program+=({shlex.quote("--" + flag)} "${{values[$SLURM_ARRAY_TASK_ID]}}")',
+            f'program+=({shlex.quote(f"--{flag}=")}"${{values[$SLURM_ARRAY_TASK_ID]}}")',
         ]
     options, inside = _container(place)
-    step = [f"--nodes={place.nodes}", f"--ntasks-per-node={place.ranks_per_node}"]
+    # in an allocation srun would start as many as that has tasks
+    step = [f"--nodes={place.nodes}", f"--ntasks={place.num_ranks}"]
+    step += [f"--ntasks-per-node={place.ranks_per_node}"]
     # each rank sees all GPUs of its host, as CUDA IPC between ranks needs
     step += ["--gpu-bind=none"] * (place.gpus_per_node > 0)
     # the others say which rank failed and end, if they can: then srun has that rank's exit code
     step += ["--kill-on-bad-exit=0", f"--wait={ENDING_S}"]
     return _BODY.format(
-        here=shlex.quote(os.getcwd()),
+        here=shlex.quote(here()),
+        # a step of one task is a launcher only where this says so
+        alone="\nexport WORLD_SIZE=1" * (place.num_ranks == 1),
         program=shlex.join(errand.program(place)),
         changes="".join(f"{line}\n" for line in changes),
         options=shlex.join([*step, *options]),
@@ -136,9 +150,12 @@ def _head(errand: Errand, place: Allocation, folder: Path) -> Iterator[str]:
             yield f"--{name}={quoted(name, str(value))}"
     yield "--requeue" if errand.can_go_on else "--no-requeue"
     for line in place.sbatch:
-        if not line.startswith("-"):
-            raise ValueError(f"sbatch = {line!r}: must be an option of sbatch, as --qos=high")
         name, equals, value = line.partition("=")
+        if not line.startswith("-") or name in ("-", "--"):
+            raise ValueError(f"sbatch = {line!r}: must be an option of sbatch, as --qos=high")
+        short = name if line.startswith("--") else line[:2]  # sbatch takes a long one's beginning
+        if fixes := [fix for own, fix in _OWN.items() if own.startswith(short)]:
+            raise ValueError(f"sbatch = {line!r}: is the launcher's own; {fixes[0]}")
         yield f"{quoted('sbatch', name)}{equals}{quoted('sbatch', value) if equals else ''}"
 
 
@@ -156,13 +173,14 @@ def _container(place: Allocation) -> tuple[list[str], list[str]]:
         if place.container_mounts:
             raise ValueError("container_mounts: there is no container; give --container-image")
         return [], []
-    here = os.getcwd()
-    mounts = [*place.container_mounts, f"{here}:{here}"]
+    if odd := {*(folder := here())} & {*",:"}:
+        raise ValueError(f"{folder}: a {odd.pop()!r} in it ends a mount; work in another folder")
+    mounts = [*place.container_mounts, f"{folder}:{folder}"]
     if place.container_engine == "pyxis":
         return [
             f"--container-image={found}",
             f"--container-mounts={','.join(mounts)}",
-            f"--container-workdir={here}",
+            f"--container-workdir={folder}",
         ], []
     binds = [word for mount in mounts for word in ("--bind", mount)]
-    return [], ["bash", "-c", _PRESENT, "apptainer", "exec", "--nv", *binds, "--pwd", here, found]
+    return [], ["bash", "-c", _PRESENT, "apptainer", "exec", "--nv", *binds, "--pwd", folder, found]

@@ -26,7 +26,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} bash -c 'command -v "$0" > /dev/null || {
+srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} bash -c 'command -v "$0" > /dev/null || {
     [ "${SLURM_LOCALID:-0}" != 0 ] ||
         echo "error: $0: not found on $(hostname); load it, or give --container-engine pyxis" >&2
     exit 2

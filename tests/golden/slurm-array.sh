@@ -22,13 +22,13 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0},
 program=(python3 -m meshwise measure collectives all_reduce --model gpt-30m --json)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 values=(1024 2048)
-program+=(--seq-len "${values[$SLURM_ARRAY_TASK_ID]}")
+program+=(--seq-len="${values[$SLURM_ARRAY_TASK_ID]}")
 
 # At USR1 ranks keep what they have and end. Slurm sends it before the time limit.
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=1 --ntasks-per-node=2 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

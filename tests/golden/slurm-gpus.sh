@@ -32,7 +32,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=4 --ntasks-per-node=8 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

@@ -25,7 +25,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then program+=(--resume); fi
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

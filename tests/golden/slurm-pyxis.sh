@@ -25,7 +25,7 @@ program=(python3 -m meshwise refit --scenario tp2-tp4)
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=1 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 --container-image=/images/torch.sqsh --container-mounts=/data:/data,/home/me:/home/me --container-workdir=/home/me ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --gpu-bind=none --kill-on-bad-exit=0 --wait=300 --container-image=/images/torch.sqsh --container-mounts=/data:/data,/home/me:/home/me --container-workdir=/home/me ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

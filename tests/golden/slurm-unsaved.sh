@@ -24,7 +24,7 @@ program=(python3 -m meshwise run plan.json)
 is_late=0
 trap 'kill -USR1 "$step"' TERM INT
 trap 'is_late=1; kill -USR1 "$step"' USR1
-srun --nodes=1 --ntasks-per-node=2 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
+srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --kill-on-bad-exit=0 --wait=300 ${SLURM_STEP_ID:+--overlap} "${program[@]}" &
 step=$!
 code=0
 while kill -0 "$step" 2>/dev/null; do

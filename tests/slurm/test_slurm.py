@@ -1,9 +1,13 @@
 """Commands on a real Slurm of two nodes: batch, in place, arrays, failures, requeues."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -86,6 +90,11 @@ def test_in_an_allocation_the_ranks_start_in_place(meshwise, tmp_path):
     assert not (tmp_path / "runs/jobs").exists()
     (run,) = _runs(tmp_path, "measure")
     assert set(_cases(run).values()) == {"ok"}
+    one_each = (*COLLECTIVES, "--launcher", "slurm", "--nodes", "2", "--runs", "two")
+    done = meshwise(*one_each, before=("salloc", "--nodes=2", "--ntasks-per-node=2"))
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "two").iterdir()
+    assert store.load(run)[0].world_size == 2  # not the allocation's four
     fewer = meshwise(*COLLECTIVES, *ELSEWHERE, before=("salloc", "--nodes=1"))
     assert fewer.returncode != 0
     assert "Only allocated 1 nodes asked for 2" in fewer.stderr
@@ -97,6 +106,10 @@ def test_the_hosts_of_a_job_are_detected_and_their_links_measured(meshwise, tmp_
     found = store.read(tmp_path / "cluster.toml", Cluster)
     assert (found.num_hosts, found.num_devices_per_host) == (2, 2)
     assert [tier.source for tier in found.tiers] == ["measured", "measured"]
+    one = meshwise(*COLLECTIVES, "--launcher", "slurm", "--wait")  # a part of that cluster
+    assert one.returncode == 0, one.stderr
+    (run,) = _runs(tmp_path, "measure")
+    assert store.load(run)[0].world_size == 1
 
 
 def test_an_array_has_a_job_for_each_value(meshwise, tmp_path):
@@ -109,6 +122,16 @@ def test_an_array_has_a_job_for_each_value(meshwise, tmp_path):
         for run in _runs(tmp_path, "measure")
     ]
     assert sorted(map(tuple, sizes)) == [(1024,), (2048,), (4096,)]
+    heads = [line for line in done.stderr.splitlines() if line.startswith("---")]
+    assert sorted(heads) == ["--- sizes = 1K", "--- sizes = 2K", "--- sizes = 4K"]
+
+
+def test_an_array_over_a_flag_that_is_yes_or_no(meshwise, tmp_path):
+    few = ("measure", "collectives", "all_reduce", "--sizes", "1K")
+    done = meshwise(*few, "--launcher", "slurm", "--array", "json=true,false", "--wait")
+    assert done.returncode == 0, done.stderr
+    assert '"status": "complete"' in done.stdout and "all_reduce" in done.stdout
+    assert len(_runs(tmp_path, "measure")) == 2
 
 
 def test_what_slurm_refuses_is_one_line(meshwise):
@@ -144,6 +167,56 @@ def test_a_failed_job_has_its_exit_code(meshwise):
     done = meshwise(*COLLECTIVES, "--nproc", "7", *ELSEWHERE, "--wait")
     assert done.returncode == 2
     assert "nproc = 7, but the launcher started 4 ranks" in done.stderr
+
+
+def test_a_job_whose_hosts_do_not_see_its_folder_says_so(slurm, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    words = (*COLLECTIVES, "--launcher", "slurm", "--wait", "--run-id", "a", "--sbatch=--hold")
+    told = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", *words], cwd=folder, env=slurm, text=True,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    _until(lambda: _squeue(slurm))
+    (job,) = _squeue(slurm)
+    shutil.rmtree(folder)
+    _told(slurm, "scontrol", "release", job)
+    last = told.communicate(timeout=300.0)[1].splitlines()[-1]
+    assert last == (
+        f"error: job {job}: FAILED before it wrote a line: its hosts may not see "
+        f"{folder}/runs/jobs/a"
+    )
+    assert told.returncode == 4
+
+
+def test_a_name_that_looks_like_an_end_is_only_a_name(meshwise):
+    odd = "x JobState=FAILED Reason=None ExitCode=7:0"
+    done = meshwise(
+        *COLLECTIVES, *ELSEWHERE, "--wait", "--run-id", odd, f"--sbatch=--job-name={odd}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all_to_all" in done.stdout
+
+
+def test_a_step_that_is_killed_ends_with_a_line(slurm, tmp_path):
+    words = ("measure", "collectives", *ELSEWHERE, "--wait", "--run-id", "a")
+    told = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", *words], cwd=tmp_path, env=slurm, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    _until(lambda: any(len(_cases(run)) > 2 for run in _runs(tmp_path, "measure")))
+    (job,) = _squeue(slurm)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if path.read_bytes().startswith(b"srun\0") and (
+                f"SLURM_JOB_ID={job}".encode()
+                in path.with_name("environ").read_bytes().split(b"\0")
+            ):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    last = told.communicate(timeout=300.0)[1].splitlines()[-1]
+    assert last.startswith(f"error: job {job}: FAILED, exit code 137; logs are in ")
+    assert last.endswith("; --resume goes on")
+    assert told.returncode == 4
 
 
 def _begun(meshwise, slurm, folder: Path) -> tuple[str, Path]:

@@ -150,6 +150,7 @@ def test_a_command_is_checked_before_it_is_submitted(words, said, more, capsys, 
         ("run", "--model", "gpt-30m"),
         ("run", "--suite", "gpt.perf_test_manual"),
         ("detect", "--no-measure"),
+        ("measure", "gemm", "--array", "json=true,false"),  # yes or no
     ],
 )
 @pytest.mark.usefixtures("here")

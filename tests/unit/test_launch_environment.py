@@ -58,6 +58,14 @@ def test_srun_says_rank_and_the_first_host_keeps_the_store() -> None:
     assert (named.host, named.port) == ("head", 99)
 
 
+def test_a_step_of_one_task_is_a_job_of_one_rank_if_it_says_so() -> None:
+    """As the script of --launcher slurm does: it must not start ranks of its own."""
+    found = Job.here(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "WORLD_SIZE": "1",
+                             "SLURM_STEP_NUM_NODES": "1"})  # fmt: skip
+    assert (found.rank, found.world_size, found.num_hosts, found.launched) == (0, 1, 1, True)
+    assert 20000 <= found.port < 40000
+
+
 def test_two_steps_of_one_job_keep_their_stores_apart() -> None:
     one, other = Job.here(STEP), Job.here(STEP | {"SLURM_STEP_ID": "4"})
     assert one.port != other.port

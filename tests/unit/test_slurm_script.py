@@ -112,6 +112,62 @@ def test_every_word_reaches_the_ranks_as_it_was_typed(words, image, mount):
     assert errand.words == ("measure", "gemm", *words)
 
 
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (2, 1), (1, 4), (3, 2)])
+def test_a_step_has_its_own_number_of_ranks_and_one_of_one_is_a_job(nodes, ranks):
+    """In an allocation, srun would start as many as that has tasks (tests/slurm)."""
+    text = body(Errand(("measure",)), Allocation(nodes=nodes, nproc_per_node=ranks))
+    found = _given_to_srun(text, SLURM_NTASKS="7")
+    assert {f"--ntasks={nodes * ranks}", f"--ntasks-per-node={ranks}"} <= {*found}
+    assert ("export WORLD_SIZE=1" in text.splitlines()) == (nodes * ranks == 1)
+
+
+@pytest.mark.parametrize("engine", ["pyxis", "apptainer"])
+@pytest.mark.parametrize("odd", [",", ":"])
+def test_a_working_directory_that_no_container_could_mount_is_refused(odd, engine, monkeypatch):
+    folder = Path.cwd() / f"a{odd}b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    place = Allocation(container_image="torch:2", container_engine=engine)
+    with pytest.raises(ValueError) as refused:
+        body(Errand(("measure",)), place)
+    said = f"{folder}: a {odd!r} in it ends a mount; work in another folder"
+    assert str(refused.value) == said
+    body(Errand(("measure",)), Allocation())
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("--test-only", "give --dry-run"),
+        ("--test", "give --dry-run"),
+        ("--array=0-3", "give --array"),
+        ("-a0-3", "give --array"),
+        ("--nodes=2", "give --nodes"),
+        ("-N2", "give --nodes"),
+        ("-N 2", "give --nodes"),
+        ("--ntasks=2", "give --nproc-per-node"),
+        ("-n=2", "give --nproc-per-node"),
+        ("--wait", "give --wait"),
+        ("--output=x", "give --run-id or OUTPUT_DIR"),
+        ("--wrap=ls", "leave it out"),
+        ("--parsable", "leave it out"),
+    ],
+)
+def test_an_option_of_sbatch_that_the_launcher_decides_is_refused(line, fix):
+    with pytest.raises(ValueError) as refused:
+        script(Errand(("detect",)), Allocation(sbatch=("--qos=high", line)), Path("/runs"))
+    assert str(refused.value) == f"sbatch = {line!r}: is the launcher's own; {fix}"
+
+
+def test_other_options_of_sbatch_are_taken():
+    lines = ("--qos=high", "-Jmine", "--wait-all-nodes=1", "--nodelist=n1", "--gres=gpu:8", "-H")
+    text = script(Errand(("detect",)), Allocation(sbatch=lines), Path("/runs"))
+    assert {f"#SBATCH {line}" for line in lines} <= {*text.splitlines()}
+    for odd in ("--", "-", "high"):
+        with pytest.raises(ValueError, match=f"^sbatch = '{odd}': must be an option of sbatch"):
+            script(Errand(("detect",)), Allocation(sbatch=(odd,)), Path("/runs"))
+
+
 def test_apptainer_gets_image_mounts_and_command():
     words, place = SCRIPTS["apptainer"]
     found = _given_to_srun(body(Errand(words), place))
@@ -170,7 +226,8 @@ def test_at_the_time_limit_a_job_is_queued_again_only_if_it_goes_on(words, goes_
 
 def test_a_job_of_an_array_has_its_value():
     text = body(Errand(("measure", "gemm")), Allocation(array="seq_len=1,a b"))
-    assert _given_to_srun(text, SLURM_ARRAY_TASK_ID="1")[-2:] == ["--seq-len", "a b"]
+    # one word, for else a flag that is yes or no would take no value
+    assert _given_to_srun(text, SLURM_ARRAY_TASK_ID="1")[-2:] == ["gemm", "--seq-len=a b"]
     for odd in ("seq-len", "=1", "seq-len=1,,2"):
         with pytest.raises(ValueError, match=r"^array = "):
             swept(odd)
