@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "cli": 1_500,
+    "cli": 1_529,
     "engine": 3_270,
     "fit": 1_406,
-    "launch": 1_857,
+    "launch": 1_925,
     "models": 5_263,
     "nn": 1_362,
-    "options": 1_462,
+    "options": 1_464,
     "pages": 6_557,
     "parallel": 3_209,
     "prices": 1_744,
-    "probe": 7_149,
+    "probe": 7_161,
     "reshard": 5_101,
     "search": 5_929,
     "spec": 3_435,
     "suites": 1_003,
-    "verbs": 4_986,
-    "": 4_350,  # modules beside the rooms
+    "verbs": 4_993,
+    "": 4_352,  # modules beside the rooms
 }
 
 
