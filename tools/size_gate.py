@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "cli": 1_529,
+    "cli": 1_533,
     "engine": 3_270,
     "fit": 1_406,
     "launch": 1_925,
@@ -26,7 +26,7 @@ ROOMS = {
     "spec": 3_435,
     "suites": 1_003,
     "verbs": 4_993,
-    "": 4_352,  # modules beside the rooms
+    "": 4_355,  # modules beside the rooms
 }
 
 
