@@ -8,6 +8,7 @@ import difflib
 import gc
 import json
 import logging
+import os
 import sys
 from os.path import exists
 from typing import NoReturn, get_args, get_origin
@@ -169,7 +170,10 @@ class _Plain(logging.Formatter):
 
 
 def _log_to_stderr() -> None:
-    """Log to standard error which files verbs read and wrote, on rank 0 only."""
+    """Log to standard error which files verbs read and wrote, on rank 0 only. A launcher's
+    ranks keep torch's C++ from warning with its stack, as those that we start do (launch.local)."""
+    if Job.here().launched:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     log = logging.getLogger("meshwise")
     handler = logging.StreamHandler() if Job.here().leads else logging.NullHandler()
     handler.setFormatter(_Plain())
