@@ -13,7 +13,7 @@ ROOMS = {
     "cli": 1_533,
     "engine": 3_270,
     "fit": 1_406,
-    "launch": 1_925,
+    "launch": 1_926,
     "models": 5_263,
     "nn": 1_362,
     "options": 1_464,
