@@ -92,7 +92,7 @@ def _cluster(place: Allocation) -> Iterator[Any]:
         try:
             with _told(f"waiting for Ray to answer, address {place.address or 'local'}"):
                 ray.init(**asked, logging_level=logging.ERROR)
-        except (RuntimeError, ConnectionError, ValueError) as error:
+        except Exception as error:  # Ray raises bare ones, too
             raise ValueError(_unconnected(str(error), place.address)) from None
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -150,7 +150,8 @@ def _unconnected(said: str, address: str | None) -> str:
             f"address = {address!r}: no Ray runs on this host; begin one by ray start --head, give "
             "HOST:PORT, or leave --address out to use this host alone"
         )
-    return f"address = {address!r}: {' '.join(said.split())[:300]}"
+    where = "Ray did not start here" if address is None else f"address = {address!r}"
+    return f"{where}: {' '.join(said.split())[:300]}"
 
 
 def _hosts(ray: Any) -> list[RayHost]:

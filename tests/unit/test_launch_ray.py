@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -226,6 +227,17 @@ def test_a_job_that_waits_for_room_says_so_once(monkeypatch, caplog):
         "waiting up to 0.2 s for room: nodes = 2: each needs 8 free GPUs, and the cluster's hosts "
         "with GPUs have 8 of 8, 3 of 8, 4 of 8"
     ]
+
+
+def test_a_ray_that_does_not_start_is_said_in_a_line(monkeypatch):
+    """The words are those of Ray 2.60 on a host with too much to do."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup. This could\nhappen because")
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    with pytest.raises(ValueError, match=r"^Ray did not start here: The current node timed"):
+        ray.start(MEASURE, Allocation(launcher="ray"))
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
