@@ -33,7 +33,8 @@ def run(
     if asked.suite is not None or asked.sweep is not None:
         return _benchmark(asked, size, json)
     if odd := [name for name in given if name in of_suites - {"num_hosts"}]:
-        raise ValueError(f"{odd[0]}: only suites have it; give --suite or --sweep, or leave it out")
+        which = "--suite" if odd[0] == "cases" else "--suite or --sweep"
+        raise ValueError(f"{odd[0]}: only suites have it; give {which}, or leave it out")
     return _shown(meshwise.run(asked), asked.nccl_trace, json)
 
 

@@ -133,7 +133,7 @@ def from_curve(curve: Curve, times: KnotTimes, name: str, x: float) -> Estimate:
     if first <= x <= last:  # the first only by the sigmoid
         return Estimate(time_s, error, "interpolated", note)
     if x < first:  # at best in proportion to bytes, as the first two knots tell
-        said = f"{name}: {first / x:.1f} x below the smallest measured size"
+        said = f"{name}: {first / x:,.1f} x below the smallest measured size"
         return Estimate(time_s, error + _fall(curve, x), "extrapolated", both_notes(note, said))
     if x > FAR * last:
         note = both_notes(note, f"{name}: {x / last:.1f} x beyond the largest measured size")

@@ -194,12 +194,10 @@ class Prices(Noted):
     def _unmeasured(self, key: Key, op: Op) -> Estimate:
         """Price by the data sheet, or raise a ValueError: the price is missing."""
         name = key.name
-        crosses = isinstance(op, Elementwise) and op.kind in ("h2d", "d2h")
-        sheet = Datasheet(self.costs.cluster) if crosses else self.datasheet
-        if sheet is None:
+        if self.datasheet is None:
             raise ValueError(f"no price for {name}; {_measure(op)}; {_lacks(op)}")
         try:
-            time_s, error = sheet.time_s(op)
+            time_s, error = self.datasheet.time_s(op)
         except ValueError as lacking:
             said = f"no price for {name}; {_measure(op)} ({lacking}); {_lacks(op)}"
             raise ValueError(said) from None

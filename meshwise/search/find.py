@@ -103,7 +103,7 @@ def find(
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.usable_bytes
     about = (model, workload.seq_len, prices, within)
-    found = {each: [*_ladders(each, *about)] for each in sorted(layouts, key=bound.by_cut)}
+    found = _all_ladders(layouts, *about)
     ladders = [ladder for layout in layouts for ladder in found[layout]]
     if outside := [*found.values()].count([]):
         removed.append(Removal(constraint=f"cut or recomputed {OUTSIDE}", count=outside))
@@ -199,6 +199,17 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
         runs=costs.runs,
         versions=costs.versions,
     )
+
+
+def _all_ladders(
+    layouts: Sequence[Layout], model: AnyModel, seq_len: int, prices: Prices, within: Space
+) -> dict[Layout, list[tuple[Layout, ...]]]:
+    """Return the ladders of each layout, and say how far this is."""
+    tell, found = Reporter(), dict[Layout, list[tuple[Layout, ...]]]()
+    for layout in sorted(layouts, key=bound.by_cut):
+        found[layout] = [*_ladders(layout, model, seq_len, prices, within)]
+        tell("%d of %d layouts have bounds", len(found), len(layouts))
+    return found
 
 
 def _ladders(
@@ -451,7 +462,7 @@ def _nearest(
     if found is None:
         return None
     layout, rank, peak = found
-    missing, reason = peak.total_bytes - limit, shortfall(rank, peak, limit)
+    missing, reason = peak.total_bytes - limit, peak.shortfall(rank, limit)
     return Infeasible(layout=layout, missing_bytes=missing, reason=reason)
 
 
@@ -481,17 +492,8 @@ def _just_beyond(
 
 
 def misfit(plan: Plan, costs: Costs, *, measured_only: bool = False) -> str:
-    """Say which rank of a plan needs more memory than a device has (``shortfall``); "" if all
+    """Say which rank of a plan needs more memory than a device has (``Peak.shortfall``); "" if all
     fit. ``costs``: the prices that the plan was made from."""
     prices, limit = Prices(costs, datasheet=not measured_only), plan.cluster.usable_bytes
     rank, peak = memory_of(plan.model, plan.workload, plan.layout, prices)
-    return shortfall(rank, peak, limit) if peak.total_bytes > limit else ""
-
-
-def shortfall(rank: int, peak: Peak, limit: float) -> str:
-    """Say how many bytes a rank lacks, and what most of its memory is."""
-    name, size = max(peak.parts.items(), key=lambda part: part[1])
-    return (
-        f"rank {rank} needs {format_bytes(peak.total_bytes - limit)} more; its largest part is "
-        f"{name} ({format_bytes(size)} of {format_bytes(peak.total_bytes)})"
-    )
+    return peak.shortfall(rank, limit) if peak.total_bytes > limit else ""

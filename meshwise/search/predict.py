@@ -55,6 +55,7 @@ from meshwise.spec.layout import rank_of
 from meshwise.spec.plan import OUTSIDE_ALLOCATOR
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
+MFU_OF_FP8 = "MFU is of the peak of bf16, which products in fp8 exceed"
 ALL_STAY = "offload moves nothing: each stage has one layer; plan without it, too"
 PASSED = (*MESSAGES, SUMS, SHARING, WAITING, TRANSFER, EXCHANGE)  # parts of the step
 _flops = lru_cache(step_flops)
@@ -86,6 +87,8 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     where = (f"memory peaks on rank {rank}",) if rank else ()
     if costs.recipe.offload and layout.num_stages == model.layers:
         where = (ALL_STAY, *where)
+    if costs.recipe.fp8:
+        where = (MFU_OF_FP8, *where)
     messages_s = sum(step.parts.get(part, 0.0) for part in PASSED)
     p50_s, p95_s = tail(step.time_s, messages_s, model, layout, prices)
     return Prediction(

@@ -14,6 +14,7 @@ actions add to both, so a schedule can be summed without its tasks. Microbatches
 gathered weights, so these count in full, not as a difference.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from meshwise.models import Loop, Program, Task
 from meshwise.models.offload import ISSUED
 from meshwise.prices.datasheet import Beside
 from meshwise.spec import Op
+from meshwise.units import format_bytes
 
 Amounts = dict[str, float]
 Errors = dict[tuple[str, str], float]  # seconds, by group of prices and part of the step
@@ -71,6 +73,14 @@ class Spent(NamedTuple):
 class Peak(NamedTuple):
     total_bytes: float
     parts: Amounts
+
+    def shortfall(self, rank: int, limit: float) -> str:
+        """Say how many bytes a rank lacks, and what most of its memory is."""
+        name, size = max(self.parts.items(), key=lambda part: part[1])
+        return (
+            f"rank {rank} needs {format_bytes(math.ceil(self.total_bytes - limit))} more; its "
+            f"largest part is {name} ({format_bytes(size)} of {format_bytes(self.total_bytes)})"
+        )
 
 
 class Live(NamedTuple):

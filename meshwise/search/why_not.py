@@ -8,7 +8,6 @@ difference of the two steps.
 from collections.abc import Sequence
 
 from meshwise.prices import Prices
-from meshwise.search.find import shortfall
 from meshwise.search.predict import memory_of, predict
 from meshwise.search.space import (
     OUTSIDE,
@@ -48,7 +47,7 @@ def why_not(
     is_inside = within.has(layout, host) and within.has_cut(model, workload.seq_len, layout)
     return WhyNot(
         layout=layout,
-        misfit=shortfall(rank, peak, limit) if missing_bytes else "",
+        misfit=peak.shortfall(rank, limit) if missing_bytes else "",
         missing_bytes=missing_bytes,
         untried=nothing_gained(layout, host) or ("" if is_inside else f"it is {OUTSIDE}"),
         step_time_s=other.step_time_s,

@@ -241,6 +241,12 @@ class Costs(Record, kw_only=True):
             raise ValueError(f"{said}: {NO_PRICE}")
         if recipe.fp8 and self.dtype != "bf16":
             raise ValueError("recipe.fp8 = True: it casts products of bf16; plan in dtype bf16")
+        measured = any(getattr(surface.like, "dtype", "") == "fp8" for surface in self.surfaces)
+        if recipe.fp8 and not measured and "fp8" not in self.cluster.device.peak_flops:
+            raise ValueError(
+                f"recipe.fp8 = True: cluster {self.cluster.name!r} does not say device.peak_flops "
+                "of fp8; use false, or add it if the device has such products"
+            )
         for name in ("weights", "reduce") if self.dtype != "bf16" else ():
             if getattr(recipe, name) == "bf16":
                 raise ValueError(f"recipe.{name} = bf16: it is for plans of dtype bf16; use fp32")

@@ -361,4 +361,4 @@ class Plan(Record, kw_only=True):
         if recipe.weights == "bf16" and self.dtype != "bf16":
             self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")
         if recipe.attention != "auto" and any(stage.cp > 1 for stage in self.stages):
-            self.fail("recipe", f"{CP_CHOOSES}; use auto, or cp 1")
+            self.fail("recipe", CP_CHOOSES)

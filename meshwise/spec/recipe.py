@@ -8,7 +8,9 @@ from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Reco
 Optimizer = Literal["adamw", "adafactor", "sgd"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
 FLASH_HEAD_DIM = 256  # the widest heads that flash has kernels for, on GPUs
-CP_CHOOSES = "attention over cp ranks chooses its kernels itself, whatever recipe.attention"
+CP_CHOOSES = (
+    "attention over cp ranks chooses its kernels itself; use recipe.attention auto, or cp 1"
+)
 Precision = Literal["ieee", "tf32"]
 Routing = Literal["learned", "balanced", "skewed"]
 

@@ -226,6 +226,7 @@ def test_why_not_says_why_the_recipe_refuses_a_layout():
     layout = Layout(tp=2, dp=4, microbatch_size=8)
     plan = meshwise.plan("gpt-1.3b", recipe='{"fp8": true}', why_not=(layout,), **ASKED)
     assert plan.answers.why_not[0].obstacle == "fp8 casts products of whole weights; use tp 1"
+    assert "MFU is of the peak of bf16, which products in fp8 exceed" in plan.prediction.notes
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_devices_without_fp8_are_named(tmp_path):
     peaks = {dtype: of for dtype, of in cluster.device.peak_flops.items() if dtype != "fp8"}
     device = msgspec.structs.replace(cluster.device, peak_flops=peaks)
     store.write(tmp_path / "old.toml", msgspec.structs.replace(cluster, device=device))
-    with pytest.raises(ValueError, match=r"gemm fp8 nt tensor cold.*peak_flops of fp8"):
+    with pytest.raises(ValueError, match=r"recipe\.fp8 = True: cluster .* of fp8; use false"):
         meshwise.plan(
             "gpt-125m",
             cluster=tmp_path / "old.toml",

@@ -82,6 +82,14 @@ def test_a_fast_link_is_hidden_and_a_slow_one_sets_the_pace():
         assert exposed_s(told()) > 0.98 * copied_s - plain_s
 
 
+def test_a_link_that_was_not_measured_is_missed_where_all_has_to_be():
+    costs = msgspec.structs.replace(
+        unmeasured(files.take("h200-hgx", Cluster)), recipe=Recipe(offload=True)
+    )
+    with pytest.raises(ValueError, match=r"no price for d2h.*measure health"):
+        Prices(costs).estimate(elementwise("d2h", 2**30, 2**30, "forward"))
+
+
 def test_the_data_sheets_rate_is_that_of_the_link():
     op = elementwise("d2h", 2**30, 2**30, "forward")
     estimate = prices().estimate(op)

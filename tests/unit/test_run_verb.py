@@ -207,6 +207,7 @@ class TestRun:
                 "--niter: only suites have it; give --suite or --sweep",
             ),
             ("run --scale-to-fit", "--scale-to-fit: only suites have it; give --suite"),
+            ("run --case 0", "--case: only suites have it; give --suite, or leave it out"),
             (
                 "run --model gpt-30m --in-flight 4",
                 "--in-flight: only inference has it; leave it out",
