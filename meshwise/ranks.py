@@ -182,11 +182,14 @@ class Ranks:
         text = str(error)
         if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
-        if asked(self._unheard) == []:
+        missing = asked(self._unheard)
+        if missing == []:
             return error
         if _timed_out(error):
             return TimeoutError(self._absence("a collective", self.timeout_s))
-        return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
+        told = self._absence("a collective")
+        # where the store is lost rank 0 is, which says why itself
+        return RuntimeError(told if missing is None else f"{told}: {text.splitlines()[0]}")
 
     def group(self, name: str) -> Any:  # torch's stubs do not know its methods
         """Make a gloo group of all ranks, not registered with torch.distributed."""

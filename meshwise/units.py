@@ -65,7 +65,9 @@ def _parsed(
 def some_seconds(name: str, given: str | float) -> float:
     """Read a time above 0 for the option ``name``. Zero or an endless time raises a ValueError."""
     found = parse_seconds(str(given), name)
-    if not 0 < found < 1e9:
+    if found >= 1e9:
+        raise ValueError(f"{name} = {given!r}: must be below 1e9s, which is 31 years")
+    if not found > 0:
         raise ValueError(f"{name} = {given!r}: must be some time, as 60s")
     return found
 

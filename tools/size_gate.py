@@ -10,23 +10,23 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "cli": 1_501,
+    "cli": 1_534,
     "engine": 3_270,
     "fit": 1_406,
-    "launch": 1_955,
+    "launch": 2_024,
     "models": 5_263,
     "nn": 1_362,
-    "options": 1_462,
+    "options": 1_464,
     "pages": 6_557,
     "parallel": 3_209,
     "prices": 1_742,
-    "probe": 7_149,
+    "probe": 7_161,
     "reshard": 5_101,
     "search": 5_943,
     "spec": 3_443,
     "suites": 1_003,
-    "verbs": 4_986,
-    "": 4_351,  # modules beside the rooms
+    "verbs": 4_993,
+    "": 4_356,  # modules beside the rooms
 }
 
 

@@ -8,6 +8,7 @@ import difflib
 import gc
 import json
 import logging
+import os
 import sys
 from os.path import exists
 from typing import NoReturn, get_args, get_origin
@@ -17,7 +18,7 @@ import cyclopts
 import meshwise
 from meshwise import signals
 from meshwise.cli import allocation
-from meshwise.cli.options import PLAIN
+from meshwise.cli.options import PLAIN, whole_numbers
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 from meshwise.launcher import Job
 from meshwise.options import Shape
@@ -52,7 +53,7 @@ def _app() -> cyclopts.App:
         help=_HELP,
         help_format="plaintext",
         version=lambda: meshwise.__version__,
-        config=(_commas, _whole_numbers),
+        config=(_commas, whole_numbers),
         default_parameter=PLAIN,
         exit_on_error=False,
         print_error=False,
@@ -85,14 +86,6 @@ def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection)
 def _parts(value: str) -> list[str]:
     whole = value.lstrip().startswith("{") or exists(value)
     return [value] if whole else [part.strip() for part in value.split(",")]
-
-
-def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
-    """Refuse 1.5 where a whole number belongs; cyclopts would round it."""
-    for argument in arguments:
-        for token in argument.tokens if argument.hint in (int, int | None, tuple[int, ...]) else ():
-            if "." in token.value:
-                raise cyclopts.CoercionError(token=token, target_type=int)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -158,7 +151,9 @@ def _in_words(error: cyclopts.CycloptsError) -> str:
         if wanted:
             return f"{error.token.keyword} = {error.token.value!r}: must be {wanted}"
     if isinstance(error, cyclopts.MissingArgumentError) and (of := error.argument):
-        return f"{of.name if of.index is None else of.name[2:].upper()}: no value is given"
+        named = of.name if of.index is None else of.name[2:].upper()
+        fix = "; write --sbatch=--qos=high, as it begins with -" if named == "--sbatch" else ""
+        return f"{named}: no value is given{fix}"
     return str(error).splitlines()[0]
 
 
@@ -175,7 +170,10 @@ class _Plain(logging.Formatter):
 
 
 def _log_to_stderr() -> None:
-    """Log to standard error which files verbs read and wrote, on rank 0 only."""
+    """Log to standard error which files verbs read and wrote, on rank 0 only. A launcher's
+    ranks keep torch's C++ from warning with its stack, as those that we start do (launch.local)."""
+    if Job.here().launched:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     log = logging.getLogger("meshwise")
     handler = logging.StreamHandler() if Job.here().leads else logging.NullHandler()
     handler.setFormatter(_Plain())

@@ -14,6 +14,8 @@ _FIELD = re.compile(r"(?:[A-Z]\w*\.)?(\w+)(?: = (.*?))?: ")
 _ALSO = {  # fields of other records
     "nproc": ("gpus", "num_hosts"), "gpus": ("nproc", "num_hosts"), "num_kv_heads": ("kv_heads",),
     "heads": ("num_heads",), "seq_len": ("seq_lengths",),
+    "nodes": ("num_hosts",), "gpus_per_node": ("num_devices_per_host",),
+    "nproc_per_node": ("num_devices_per_host",),
 }  # fmt: skip
 
 

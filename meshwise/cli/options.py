@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from cyclopts import Parameter, default_name_transform
+from cyclopts import App, ArgumentCollection, CoercionError, Parameter, default_name_transform
 
 from meshwise import options
 
@@ -29,6 +29,14 @@ def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
         consume_multiple=(1, None) if lists else None,
         parse=re.compile(f"^(?!({none})$)"),
     )
+
+
+def whole_numbers(_: App, __: object, arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 where a whole number belongs; cyclopts would round it."""
+    for argument in arguments:
+        for token in argument.tokens if argument.hint in (int, int | None, tuple[int, ...]) else ():
+            if "." in token.value:
+                raise CoercionError(token=token, target_type=int)
 
 
 def alone(flag: str, given: Iterable[str]) -> None:

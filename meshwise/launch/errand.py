@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.options.allocation import Allocation
+from meshwise.text import plain
 
 VERBS = ("detect", "measure", "run", "refit")
+_LONGEST = 255  # bytes of a folder's name (Linux, NAME_MAX)
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ class Errand:
         runs = self.value("runs") or os.environ.get("OUTPUT_DIR") or "runs"
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         name = place.run_id or os.environ.get("RUN_ID") or f"{self.verb}-{now}"
-        if Path(name).name != name or name == "..":
-            raise ValueError(f"run_id = {name!r}: is the name of a folder, without / or ..")
+        if Path(name).name != name or name == ".." or plain(name) != name:
+            raise ValueError(
+                f"run_id = {name!r}: is the name of a folder, without /, .. or control characters"
+            )
+        if len(name.encode()) > _LONGEST:
+            raise ValueError(f"run_id = {name!r}: must be at most {_LONGEST} bytes long")
         return Path(here(), runs, "jobs", name)
 
 

@@ -14,6 +14,7 @@ from meshwise.launch.errand import Errand, here, image
 from meshwise.options.allocation import Allocation
 
 _PORT = 29500
+_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # RFC 1123, as Kubernetes names things
 
 
 def start(errand: Errand, place: Allocation) -> int:
@@ -125,10 +126,19 @@ def _mounts(place: Allocation) -> list[tuple[str, str]]:
 
 
 def _claim(name: str) -> dict[str, Any]:
+    if not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", name, re.ASCII) or len(name) > 253:
+        raise ValueError(
+            f"container_mounts = {name!r}: is no claim's name; use a-z, 0-9, - and ., or an "
+            "absolute path of the host"
+        )
     return {"persistentVolumeClaim": {"claimName": name}}
 
 
 def _name(errand: Errand, place: Allocation) -> str:
+    if not re.fullmatch(_LABEL, place.namespace):
+        raise ValueError(
+            f"namespace = {place.namespace!r}: use up to 63 of a-z, 0-9 and -, no - at either end"
+        )
     name = place.run_id or f"meshwise-{errand.verb}"
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(

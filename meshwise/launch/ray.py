@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +25,14 @@ from meshwise.launch.slurm_script import swept
 from meshwise.launcher import is_loopback
 from meshwise.options.allocation import Allocation
 
+log = logging.getLogger("meshwise")
+
 _POLL_S = 0.5
+_ANSWERING_S = 5.0  # for the first bytes of what listens at an address
+_SLOW_S = 5.0  # a longer wait for Ray is told
 _SETTLING_S = 10.0  # until Ray counts resources that were just given back
+_TOLD_S = 2.0  # of these, before it is told that the job waits
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with SETTINGS
 _STORE_BYTES = 100 << 20  # of Ray's objects, of which there are none; its least is 75 MiB
 
 
@@ -64,6 +71,8 @@ def _cluster(place: Allocation) -> Iterator[Any]:
     is_given = place.address not in (None, "auto")
     if is_given and (not host or not port.isdecimal() or "/" in host):
         raise ValueError(f"address = {place.address!r}: must be auto or HOST:PORT")
+    if is_given and not 1 <= int(port) <= 65535:
+        raise ValueError(f"address = {place.address!r}: its port must be 1 to 65535")
     if place.address is None or is_loopback(host):  # Ray's switch for addresses of loopback alone
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -81,8 +90,9 @@ def _cluster(place: Allocation) -> Iterator[Any]:
             asked |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False,
                       "object_store_memory": _STORE_BYTES, "_temp_dir": str(folder)}  # fmt: skip
         try:
-            ray.init(**asked, logging_level=logging.ERROR)
-        except (RuntimeError, ConnectionError, ValueError) as error:
+            with _told(f"waiting for Ray to answer, address {place.address or 'local'}"):
+                ray.init(**asked, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises bare ones, too
             raise ValueError(_unconnected(str(error), place.address)) from None
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -93,15 +103,37 @@ def _cluster(place: Allocation) -> Iterator[Any]:
                 ray.shutdown()
 
 
-def _knock(host: str, port: int) -> None:
-    """Raise ValueError if nothing listens there: Ray itself would try for minutes."""
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what is waited for, if that takes long."""
+    slow = threading.Timer(_SLOW_S, log.info, [what])
+    slow.start()
     try:
-        socket.create_connection((host, port), timeout=10.0).close()
+        yield
+    finally:
+        slow.cancel()
+
+
+def _knock(host: str, port: int) -> None:
+    """Raise ValueError if no Ray answers there: Ray itself would try for minutes. It speaks HTTP/2,
+    and so begins its answer to a client's first bytes with SETTINGS (RFC 9113, 3.4); with TLS only
+    the connection is tried."""
+    try:
+        with socket.create_connection((host, port), timeout=_ANSWERING_S) as there:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            there.sendall(_HELLO)
+            answer = b""
+            while len(answer) < 5 and (more := there.recv(5 - len(answer))):
+                answer += more
+        found = "" if answer[3:] == b"\x04\x00" else "something else does"
     except OSError as error:
+        found = error.strerror or str(error)
+    if found:
         raise ValueError(
-            f"address = '{host}:{port}': no Ray answers there ({error.strerror or error}); give "
-            "the one that ray start --head printed"
-        ) from None
+            f"address = '{host}:{port}': no Ray answers there ({found}); give the one that ray "
+            "start --head printed"
+        )
 
 
 def _unconnected(said: str, address: str | None) -> str:
@@ -118,7 +150,8 @@ def _unconnected(said: str, address: str | None) -> str:
             f"address = {address!r}: no Ray runs on this host; begin one by ray start --head, give "
             "HOST:PORT, or leave --address out to use this host alone"
         )
-    return f"address = {address!r}: {' '.join(said.split())[:300]}"
+    where = "Ray did not start here" if address is None else f"address = {address!r}"
+    return f"{where}: {' '.join(said.split())[:300]}"
 
 
 def _hosts(ray: Any) -> list[RayHost]:
@@ -136,7 +169,7 @@ def _hosts(ray: Any) -> list[RayHost]:
 def _carry_out(ray: Any, place: Allocation, waiting: list[RayJob]) -> int:
     """Begin each job as soon as there is room for it. Return the worst exit code."""
     here, running, code = ray.get_runtime_context().get_node_id(), list[RayJob](), 0
-    limit = time.monotonic() + _SETTLING_S
+    limit, is_told = time.monotonic() + _SETTLING_S, False
     try:
         while waiting or running:
             if waiting and (found := fitting(_hosts(ray), place, here)):
@@ -149,6 +182,9 @@ def _carry_out(ray: Any, place: Allocation, waiting: list[RayJob]) -> int:
             elif time.monotonic() > limit:
                 raise ValueError(too_few(_hosts(ray), place))
             else:
+                if not is_told and time.monotonic() > limit - _SETTLING_S + _TOLD_S:
+                    is_told, needs = True, too_few(_hosts(ray), place).partition(";")[0]
+                    log.info("waiting up to %g s for room: %s", _SETTLING_S, needs)
                 time.sleep(_POLL_S)
             for job in list(running):
                 job.hear()

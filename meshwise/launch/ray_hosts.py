@@ -80,8 +80,11 @@ def too_few(hosts: Sequence[RayHost], place: Allocation) -> str:
     unit = "GPU" if place.gpus_per_node else "CPU"
     having = [host.has(place) for host in hosts if host.has(place)[0]]
     shown = [f"{free} of {has}" for has, free in having[:8]] + ["..."] * (len(having) > 8)
+    what = f"nodes = {place.nodes}"
+    if all(has < place.ranks_per_node for has, _ in having):  # no host, whatever is free
+        what = f"{'gpus' if unit == 'GPU' else 'nproc'}_per_node = {place.ranks_per_node}"
     return (
-        f"nodes = {place.nodes}: each needs {place.ranks_per_node} free {unit}s, and the cluster's "
+        f"{what}: each needs {place.ranks_per_node} free {unit}s, and the cluster's "
         f"hosts with {unit}s have {', '.join(shown) or 'none'}; ask for less, or wait"
     )
 

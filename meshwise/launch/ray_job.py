@@ -21,6 +21,7 @@ from meshwise.patience import turns
 log = logging.getLogger("meshwise")
 
 BAD_INPUT, SOME_FAILED = 2, 4
+_ERROR = "error: "  # how a command's errors begin
 _TOLD_S = 0.5  # between two answers of a rank that says nothing
 _RESERVING_S = 30.0
 _STARTING_S = 600.0  # for actors: a process each that imports Ray
@@ -45,7 +46,7 @@ class RayJob:
         self.fates: dict[int, Fate] = {}  # of ranks that failed
         self.lost: RanksFailed | None = None
         self.said: dict[int, str] = {}  # the last line of standard error
-        self.kept: list[tuple[bool, str]] = []
+        self.kept: list[tuple[int, bool, str]] = []  # rank, whether an error, line
         self.limit_s = float("inf")
 
     def begin(self, hosts: list[RayHost], place: Allocation) -> None:
@@ -126,16 +127,15 @@ class RayJob:
             self.asked.clear()
 
     def _show(self, rank: int, is_error: bool, line: str) -> None:
-        """Print a line, of ranks beside the first on standard error with their number. What waits:
-        the output of an array, and of --json its document, as a failure has another."""
+        """Print a line, or keep it for the end: the output of an array; of --json its document, as
+        a failure has another; and a rank's error, which the job's may repeat."""
         if is_error and line.strip():
             self.said[rank] = line.strip()
-        text = line if rank == 0 else f"rank {rank}: {line}"
-        if self.name or (rank == 0 and not is_error and "--json" in self.errand.words):
-            self.kept.append((is_error or rank > 0, text))
+        is_document = rank == 0 and not is_error and "--json" in self.errand.words
+        if self.name or is_document or (is_error and line.startswith(_ERROR)):
+            self.kept.append((rank, is_error, line))
         else:
-            stream = sys.stderr if is_error or rank else sys.stdout
-            print(text, end="", file=stream, flush=True)
+            _print(rank, is_error, line)
 
     def _failed(self, rank: int, error: str) -> None:
         self.fates[rank] = Fate(rank=rank, state="failed", error=error, time_s=len(self.fates))
@@ -143,7 +143,7 @@ class RayJob:
     def _reason(self, rank: int, code: int) -> str:
         if code < 0:
             return f"rank {rank} on {self.hosts[rank].address} died of {signal.Signals(-code).name}"
-        said = self.said.get(rank, f"exited with code {code}").removeprefix("error: ")
+        said = self.said.get(rank, f"exited with code {code}").removeprefix(_ERROR)
         return said if said.startswith(f"rank {rank}") else f"rank {rank}: {said}"
 
     def _loss(self, rank: int, error: Exception) -> str:
@@ -178,15 +178,23 @@ class RayJob:
         self.asked, self.actors, self.group = {}, [], None
 
     def verdict(self) -> int:
-        """Print what waited. Return the exit code, or raise RanksFailed with the rank to blame."""
+        """Print what waited, each error once. Return the exit code, or raise RanksFailed with the
+        rank to blame."""
         code = self._code()
+        failed = None if code is not None else self.lost or failures.explain(self.fates, {}, ())
         if self.name:
             print(f"--- {self.name}", file=sys.stderr, flush=True)
-        for is_error, text in self.kept if code is not None or self.name else ():
-            print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
+        told = str(failed)
+        for rank, is_error, line in self.kept:
+            if is_error and line.startswith(_ERROR):
+                if line.removeprefix(_ERROR).strip() in told:
+                    continue
+                told += line
+            if failed is None or self.name or is_error:
+                _print(rank, is_error, line)
         if code is not None:
             return code
-        failed = self.lost or failures.explain(self.fates, {}, ())
+        assert failed is not None
         if not self.name:
             raise failed
         log.error("error: %s: %s", self.name, failed)
@@ -208,6 +216,12 @@ def _settings() -> dict[str, str]:
     families = tuple(files.own_data("settings.toml"))
     own = {name: value for name, value in os.environ.items() if name.startswith(families)}
     return local.USUAL | own
+
+
+def _print(rank: int, is_error: bool, line: str) -> None:
+    """Print a rank's line, of ranks beside the first on standard error with their number."""
+    text = line if rank == 0 else f"rank {rank}: {line}"
+    print(text, end="", file=sys.stderr if is_error or rank else sys.stdout, flush=True)
 
 
 def _last_line(text: str) -> str:

@@ -104,7 +104,9 @@ class Allocation(Options):
             text = f"{days * 86400 + hours * 3600 + minutes * 60 + seconds}s"
         elif re.fullmatch(r"[\d.]+", text, re.ASCII):
             raise ValueError(f"time = {self.time!r}: has no unit; write {text}m or {text}s")
-        return round(some_seconds("time", text))
+        elif ":" in text:
+            raise ValueError(f"time = {self.time!r}: write 30m, 2h, 12:00:00 or 1-00:00:00")
+        return max(1, round(some_seconds("time", text)))
 
     @property
     def ranks_per_node(self) -> int:

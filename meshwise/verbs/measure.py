@@ -65,7 +65,8 @@ def measure(
     listing = importlib.import_module(f"meshwise.probe.cases.{asked.what}").cases
     cases: list[Case] = listing(scope_of(machine, size, asked.dtype), loaded(asked))
     if not cases:
-        raise ValueError(f"measure {what}: these options leave no case; ask for more")
+        said = [f"{name} = {value!r}" for name, value in asked.said().items() if name != "dry_run"]
+        raise ValueError(f"{', '.join(said) or asked.what}: no case is left; ask for more")
     counts = _counts(asked)
     key = digest((*(case.id for case in cases), *(str(each) for each in counts.items())))
     old = _newest(asked.runs, asked.what, machine, size, key) if asked.resume else None

@@ -6,7 +6,7 @@ hangs or runs out of memory gets a row too, and the suite goes on.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,12 +127,8 @@ def _prepared(
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
     """List the cases of a suite that are asked for, each with its plan or why it has none.
     ValueError if none has one, or there is no such case."""
-    kind, known_cases = suites.kind(name), suites.cases(name, size)
-    if wrong := [number for number in asked.cases if number >= len(known_cases)]:
-        most = len(known_cases) - 1
-        raise ValueError(f"case = {wrong[0]}: {name} has cases 0 to {most} for {size} devices")
-    chosen = [known_cases[number] for number in asked.cases] or known_cases
-    cases = [suite_search.asking(case, asked) for case in chosen]
+    kind = suites.kind(name)
+    cases = [suite_search.asking(case, asked) for case in chosen(name, size, asked)]
     searching = any(case.parallel_mode == "search" for case in cases)
     known = suite_search.prices(cluster, asked) if searching else None
     found = [(case, prepared(kind, case, cluster, size, asked, known)) for case in cases]
@@ -140,6 +136,16 @@ def _prepared(
     if len(refused) == len(found):
         raise refused[0]
     return found
+
+
+def chosen(name: str, size: int, asked: Suite) -> Sequence[BenchmarkCase]:
+    """Return the cases of a suite that are asked for. ValueError if there is none for ``size``
+    devices, or not that one."""
+    known = suites.cases(name, size)
+    if wrong := [number for number in asked.cases if number >= len(known)]:
+        most = len(known) - 1
+        raise ValueError(f"case = {wrong[0]}: {name} has cases 0 to {most} for {size} devices")
+    return [known[number] for number in asked.cases] or known
 
 
 def _num_iterations(asked: Suite) -> int:

@@ -8,6 +8,8 @@ import concurrent.futures
 import contextlib
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -412,6 +414,34 @@ def test_a_rank_that_stopped_with_the_store_is_named(monkeypatch: pytest.MonkeyP
         for thread in threading.enumerate():  # the store's client, which complains at length
             if thread.daemon:
                 thread.join(1.0)
+
+
+def test_a_rank_that_lost_rank_0_says_so_in_a_line(tmp_path: Path) -> None:
+    """As srun starts them: rank 0 holds the store, and its disk is full after some samples."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    full = (4 << 10, resource.RLIM_INFINITY)
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshwise", "measure", "collectives", "all_reduce", "broadcast",
+             "--sizes", "4K..1M:x2"],
+            cwd=tmp_path,
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NPROC),
+                              "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""},
+            preexec_fn=None if rank else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, full),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NPROC)
+    ]  # fmt: skip
+    cause, after = [task.communicate(timeout=paced(120))[1] for task in tasks]
+    assert "samples.jsonl cannot be written: File too large, during case" in cause.splitlines()[-1]
+    assert re.fullmatch(
+        r"error: rank 1: RuntimeError: rank 0 \(its store does not answer\) had not arrived at "
+        r"(a collective|a gather), during case .*\n",
+        after,
+    ), after
 
 
 def test_the_cause_is_found_among_what_each_rank_left_behind() -> None:

@@ -1,9 +1,15 @@
 """Which option goes with which launcher; the others refuse it by name, and so does no launcher."""
 
+import re
+import sys
+
 import pytest
 
+from meshwise import store
 from meshwise.cli import app
 from meshwise.options.allocation import Allocation
+from meshwise.spec import Layout, Model, Workload
+from tests.dist.conftest import _plan
 
 GIVEN = {
     "run_id": "mine",
@@ -77,6 +83,7 @@ def test_a_time_limit_leaves_room_for_slurms_notice():
         with pytest.raises(ValueError, match=f"^time = '{text}': must be at least 3m, as Slurm"):
             Allocation(time=text)
     assert Allocation(launcher="kubernetes", time="30s").limit_s == 30
+    assert Allocation(launcher="kubernetes", time="1ms").limit_s == 1  # 0 would end it at once
     for text in ("30:00", "1-00", "soon", "-3m", "0s"):
         for launcher in ("slurm", "kubernetes"):
             with pytest.raises(ValueError, match=f"^time = '{text}'"):
@@ -133,6 +140,28 @@ def test_without_a_launcher_an_option_says_whose_it_is(verb, option, owners, cap
         (("run",), "error: plan.json does not exist; `meshwise plan` writes it\n"),
         (("run", "my.json", "--save", "w"),
          "error: my.json does not exist; `meshwise plan` writes it\n"),
+        (("run", "--suite", "gpt.perf_test_manual", "--nodes", "2"),
+         "error: suite gpt.perf_test_manual has no case for 2 GPUs; it has cases for 1, 4, 8, "
+         "64\n"),
+        (("run", "--suite", "gpt.perf_test_manual", "--case", "99"),
+         "error: --case = 99: gpt.perf_test_manual has cases 0 to 0 for 1 devices\n"),
+        (("run", "--suite", "gpt.perf_test_manual", "--array", "case=0,99"),
+         "error: case = 99: gpt.perf_test_manual has cases 0 to 0 for 1 devices\n"),
+        (("detect", "--nodes", "1.5"), "error: --nodes = '1.5': must be a whole number\n"),
+        (("detect", "--gpus-per-node=0.5"),
+         "error: --gpus-per-node = '0.5': must be a whole number\n"),
+        (("detect", "--nproc-per-node", "2."),
+         "error: --nproc-per-node = '2.': must be a whole number\n"),
+        (("measure", "gemm", "--array", "nodes=1,2"),
+         "error: --array = 'nodes=1,2': --nodes is the launcher's own; give one value\n"),
+        (("measure", "collectives", "--sizes", "4K", "--array", "sizes=1K"),
+         "error: --array = 'sizes=1K': the command has --sizes, too; leave one out\n"),
+        (("measure", "--sbatch", "--qos=high"),
+         "error: --sbatch: no value is given; write --sbatch=--qos=high, as it begins with -\n"),
+        (("measure", "--time", "400000h"),
+         "error: --time = '400000h': must be below 1e9s, which is 31 years\n"),
+        (("measure", "--time", "1:00:00:00"),
+         "error: --time = '1:00:00:00': write 30m, 2h, 12:00:00 or 1-00:00:00\n"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
@@ -140,6 +169,40 @@ def test_without_a_launcher_an_option_says_whose_it_is(verb, option, owners, cap
 def test_a_command_is_checked_before_it_is_submitted(words, said, more, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # no sbatch, which would be named otherwise
     assert _said(capsys, "--launcher", "slurm", *words, *more) == said
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["slurm --nodes 2", "ray --num-hosts 2 --num-devices-per-host 1", "ray --nproc-per-node 2",
+     "slurm --gpus-per-node 2 --container-image torch:2",
+     "kubernetes --nodes 2 --container-image torch:2"],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.usefixtures("here")
+def test_a_plan_is_for_the_ranks_that_there_will_be(options, more, capsys, monkeypatch):
+    """Before anything starts, and so before Ray is imported."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    model = Model(name="tiny", hidden=64, layers=2, heads=4, ffn=256, vocab=128, max_seq_len=32)
+    layout = Layout(dp=8, tp=2, microbatch_size=1, num_microbatches=1)
+    store.write("my.json", _plan(model, Workload(global_batch_size=8, seq_len=32), layout))
+    said = _said(capsys, "run", "my.json", "--launcher", *options.split(), *more)
+    assert re.fullmatch(
+        r"using ./my.json\n"
+        r"error: my.json is for 16 ranks, and --nodes (2 x 1|1 x 2) ranks of each is 2; make these "
+        r"equal, or plan anew with --gpus 2\n",
+        said,
+    )
+
+
+@pytest.mark.parametrize("launcher", ["ray", "kubernetes"])
+@pytest.mark.usefixtures("here")
+def test_a_suite_has_cases_for_the_ranks_that_there_will_be(launcher, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["run", "--suite", "gpt.perf_test_manual", "--launcher", launcher, "--dry-run"]
+    words += ["--num-hosts=2", "--num-devices-per-host=1"] if launcher == "ray" else ["--nodes=2"]
+    assert _said(capsys, *words) == (
+        "error: suite gpt.perf_test_manual has no case for 2 GPUs; it has cases for 1, 4, 8, 64\n"
+    )
 
 
 @pytest.mark.parametrize(

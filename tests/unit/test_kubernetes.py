@@ -58,6 +58,19 @@ def test_a_mount_is_a_source_and_an_absolute_target(mount):
     )
 
 
+@pytest.mark.parametrize("name", ["a b", "A_b!", "-a", "a..b", "a.", "x" * 64])
+def test_names_are_those_that_kubernetes_takes(name):
+    """RFC 1123: a label for a namespace, labels with points between them for a claim."""
+    with pytest.raises(ValueError, match=r"^namespace = '.*': use up to 63 of a-z, 0-9 and -"):
+        kubernetes.job_set(Errand(WORDS), _holding(replace(PLACE, namespace=name)))
+    with pytest.raises(ValueError, match=r"^container_mounts = '.*': is no claim's name; use a-z"):
+        kubernetes.job_set(
+            Errand(WORDS), _holding(replace(PLACE, container_mounts=(f"{name}:/data",)))
+        )
+    good = replace(PLACE, namespace="x" * 63, container_mounts=("team-1.data:/data",))
+    kubernetes.job_set(Errand(WORDS), _holding(good))
+
+
 def test_one_host_has_no_workers_and_no_gpus_are_asked_for_on_cpus():
     place = _holding(Allocation(launcher="kubernetes", container_image="torch:2", nproc_per_node=2))
     made = kubernetes.pytorch_job(Errand(("measure",)), place)

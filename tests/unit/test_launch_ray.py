@@ -1,9 +1,17 @@
 """Decisions about a command on Ray, without Ray: its hosts, its ranks in order, their variables."""
 
+import contextlib
+import http.server
+import logging
+import socket
 import sys
+import threading
+import time
+import types
 
 import pytest
 
+from meshwise.cli.flags import as_typed
 from meshwise.launch import RanksFailed, ray
 from meshwise.launch.errand import Errand
 from meshwise.launch.ray_hosts import (
@@ -53,6 +61,13 @@ def test_too_few_names_what_is_needed_and_what_there_is():
         "4 of 8; ask for less, or wait"
     )
     assert not could_fit(HOSTS, place)
+    for hosts, name, ask in [
+        (HOSTS[3:], "gpus_per_node = 1", {"gpus_per_node": 1}),
+        (HOSTS, "gpus_per_node = 9", {"gpus_per_node": 9}),
+        (HOSTS, "nproc_per_node = 97", {"nproc_per_node": 97}),
+    ]:  # no host has as many
+        told = too_few(hosts, Allocation(launcher="ray", **ask))
+        assert told.startswith(f"{name}: each needs {name.split()[-1]} free ")
     assert could_fit(
         HOSTS, Allocation(launcher="ray", nodes=3, gpus_per_node=8)
     )  # when all is free
@@ -137,6 +152,107 @@ def test_an_address_is_auto_or_a_host_with_its_port(address):
         ray.start(MEASURE, Allocation(launcher="ray", address=address))
 
 
+def _listening(answer: bytes | None) -> tuple[socket.socket, int]:
+    """A server that gives each client this answer; None: it accepts and says nothing."""
+    here = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            there, _ = here.accept()
+            there.recv(33)
+            there.sendall(answer or b"")
+            there.recv(1)  # until the other end closes
+
+    threading.Thread(target=serve, daemon=True).start()
+    return here, here.getsockname()[1]
+
+
+def _refused(port: int, why: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        ray._knock("127.0.0.1", port)
+    assert str(refused.value) == (
+        f"address = '127.0.0.1:{port}': no Ray answers there ({why}); give the one that ray start "
+        "--head printed"
+    )
+
+
+def test_what_listens_and_is_no_ray_is_refused(monkeypatch):
+    monkeypatch.setattr(ray, "_ANSWERING_S", 0.2)
+    web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    web.RequestHandlerClass.log_message = lambda *_: None
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    _refused(web.server_port, "something else does")
+    web.shutdown()
+    web.server_close()
+    for answer, why in [
+        (None, "timed out"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "something else does"),
+        (b"\0\0\0\4\1", "something else does"),  # it acknowledges before it begins
+    ]:
+        here, port = _listening(answer)
+        with here:
+            _refused(port, why)
+    here, port = _listening(bytes([0, 0, 18, 4, 0]))  # as Ray 2.60's begins
+    with here:
+        ray._knock("127.0.0.1", port)
+
+
+def test_a_long_wait_for_ray_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(ray, "_SLOW_S", 0.01)
+    with caplog.at_level(logging.INFO, "meshwise"):
+        with ray._told("waiting for Ray"):
+            while not caplog.messages:
+                time.sleep(0.01)
+        monkeypatch.setattr(ray, "_SLOW_S", 60.0)
+        with ray._told("not said"):
+            pass
+    assert caplog.messages == ["waiting for Ray"]
+
+
+def test_a_job_that_waits_for_room_says_so_once(monkeypatch, caplog):
+    class Here:
+        def get_runtime_context(self):
+            return self
+
+        def get_node_id(self):
+            return "h1"
+
+    place = Allocation(launcher="ray", nodes=2, gpus_per_node=8)
+    monkeypatch.setattr(ray, "_hosts", lambda _: HOSTS)
+    for name, s in [("_SETTLING_S", 0.2), ("_TOLD_S", 0.0), ("_POLL_S", 0.01)]:
+        monkeypatch.setattr(ray, name, s)
+    with caplog.at_level(logging.INFO, "meshwise"), pytest.raises(ValueError, match="nodes = 2"):
+        ray._carry_out(Here(), place, [RayJob(None, MEASURE)])
+    assert caplog.messages == [
+        "waiting up to 0.2 s for room: nodes = 2: each needs 8 free GPUs, and the cluster's hosts "
+        "with GPUs have 8 of 8, 3 of 8, 4 of 8"
+    ]
+
+
+def test_a_ray_that_does_not_start_is_said_in_a_line(monkeypatch):
+    """The words are those of Ray 2.60 on a host with too much to do."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup. This could\nhappen because")
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    with pytest.raises(ValueError, match=r"^Ray did not start here: The current node timed"):
+        ray.start(MEASURE, Allocation(launcher="ray"))
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_a_port_is_one_there_can_be(port):
+    with pytest.raises(ValueError, match=f"^address = 'head:{port}': its port must be 1 to 65535$"):
+        ray.start(MEASURE, Allocation(launcher="ray", address=f"head:{port}"))
+
+
+def test_alpas_words_are_named_where_they_were_typed():
+    words = ["run", "--num-hosts", "3", "--num-devices-per-host=9"]
+    assert as_typed("nodes = 3: each needs", words) == "--num-hosts = 3: each needs"
+    for name in ("gpus_per_node", "nproc_per_node"):
+        assert as_typed(f"{name} = 9: each", words) == "--num-devices-per-host = 9: each"
+
+
 def test_an_image_for_other_launchers_does_not_choose_rays_interpreter(monkeypatch):
     monkeypatch.setenv("CONTAINER_IMAGE", "torch:2")
     assert MEASURE.program(Allocation(launcher="ray"))[0] == sys.executable
@@ -189,6 +305,27 @@ def test_output_of_rank_0_is_the_commands_and_that_of_others_has_their_number(ca
     for rank, is_error, line in [(0, False, "table\n"), (0, True, "1/2\n"), (1, True, "odd\n")]:
         job._show(rank, is_error, line)
     assert capsys.readouterr() == ("table\n", "1/2\nrank 1: odd\n")
+
+
+def test_an_error_is_said_once(capsys):
+    """By the job if its rank is to blame, else by the rank; and once if ranks agree."""
+    job = ended({}, {})
+    for rank, line in [(0, "going\n"), (1, "error: rank 1: OSError: no disk\n"),
+                       (0, "error: rank 0: closed by peer\n")]:  # fmt: skip
+        job._show(rank, True, line)
+    for rank in (1, 0):
+        job.codes[rank] = 4
+        job._failed(rank, job._reason(rank, 4))
+    with pytest.raises(RanksFailed, match=r"^rank 1: OSError: no disk; the other ranks"):
+        job.verdict()
+    assert capsys.readouterr() == ("", "going\nerror: rank 0: closed by peer\n")
+    job = ended({}, {})
+    for rank in (0, 1):
+        job._show(rank, True, "error: --sizes = '4Kip': has no unit\n")
+        job.codes[rank] = 2
+        job._failed(rank, job._reason(rank, 2))
+    assert job.verdict() == 2
+    assert capsys.readouterr() == ("", "error: --sizes = '4Kip': has no unit\n")
 
 
 def test_json_of_a_failed_job_is_one_document(capsys):

@@ -320,3 +320,12 @@ def test_the_command_that_follows_a_job_can_be_pasted(stub, capsys):
 def test_the_folder_of_a_job_is_below_that_of_all_jobs(name):
     with pytest.raises(ValueError, match=r"run_id = .*: is the name of a folder"):
         MEASURE.folder(Allocation(run_id=name))
+
+
+def test_the_name_of_a_folder_can_be_one(monkeypatch):
+    with pytest.raises(ValueError, match=r"^run_id = 'a\\nb': is the name of a folder, without"):
+        MEASURE.folder(Allocation(run_id="a\nb"))
+    assert MEASURE.folder(Allocation(run_id="x" * 255)).name == "x" * 255
+    monkeypatch.setenv("RUN_ID", "é" * 128)
+    with pytest.raises(ValueError, match=r"^run_id = 'é+': must be at most 255 bytes long$"):
+        MEASURE.folder(Allocation())

@@ -418,6 +418,26 @@ class TestMeasureOptions:
             ("collectives", {"plan": "none.json"}, "none.json does not exist; `meshwise plan` wri"),
             ("gemm", {"configs": "none.json"}, "none.json does not exist"),
             ("overlap", {"nproc": 1}, "overlap: 1 rank has no collective; use at least 2"),
+            (
+                "fsdp",
+                {"model": "gpt-30m", "nproc": 1},
+                r"model = \('gpt-30m',\).*: no case is left; ask for more$",
+            ),
+            (
+                "collectives",
+                {"kinds": "all_reduce", "sizes": "3", "dtype": "fp32"},
+                r"^sizes = '3': less than one element of 4 bytes \(fp32\) leaves no case",
+            ),
+            (
+                "collectives",
+                {"pairs": True, "sizes": "3", "dtype": "fp32", "nproc": 2},
+                r"^sizes = '3': less than one element of 4 bytes \(fp32\) leaves no case",
+            ),
+            (
+                "collectives",
+                {"kinds": "all_gather", "sizes": "4", "dtype": "fp32", "nproc": 2},
+                r"^sizes = '4': less than .* \(fp32\) for each of 2 ranks leaves no case",
+            ),
         ],
     )
     def test_what_it_refuses_before_any_rank_starts(self, started, what, options, message):

@@ -30,6 +30,7 @@ from meshwise.spec.op import (
     IN_PLACE_ONLY,
     REDUCING,
     ROOTED,
+    WHOLE,
     WHOLE_NUMBERS,
     CollectiveKind,
     SentDtype,
@@ -160,7 +161,17 @@ def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
         text = "1K..1G:x4" if scope.on_gpus else "4K..16M:x4"
     kinds, sizes = _kinds(asked), parse_sizes(text)
     ops = [_sized(kind, size, group, scope.dtype) for size in sizes for kind in kinds]
-    return [op for op in ops if op.size_bytes]
+    return _with_bytes(ops, text, 1 if {*kinds} & {*WHOLE} else group.size)
+
+
+def _with_bytes(ops: list[Collective], sizes: str | int, parts: int) -> list[Collective]:
+    """Return the messages that are not empty; ValueError if all are. ``parts``: of the smallest."""
+    if found := [op for op in ops if op.size_bytes]:
+        return found
+    dtype = ops[0].dtype
+    element = f"one element of {DTYPE_BYTES[dtype]} bytes ({dtype})"
+    each = "" if parts == 1 else f" for each of {parts} ranks"
+    raise ValueError(f"sizes = {sizes!r}: less than {element}{each} leaves no case; give more")
 
 
 def _looked_up(tables: str, group: Group, dtype: SentDtype) -> Collective:
@@ -285,13 +296,14 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | int | None) -> list[
         sizes = "64M" if scope.on_gpus else "1M"
     if len(ranks) < 2:
         raise ValueError(f"pairs: {len(ranks)} rank has no peer; use at least 2 (--nproc)")
-    return [
+    ops = [
         _sized("send", size, Group(2, ranks=(a, b)), scope.dtype)
         for size in parse_sizes(sizes)
         for a in ranks
         for b in ranks
         if a != b
     ]
+    return _with_bytes(ops, sizes, 1)
 
 
 def _of_plan(plan: Plan) -> list[Collective]:
