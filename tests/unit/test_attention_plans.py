@@ -233,7 +233,7 @@ def test_ranks_that_share_sequences_choose_their_kernels():
     why = search.why_not(plan, costs, shared)
     assert "over cp ranks" in why.obstacle
     auto = search.given(model, long, msgspec.structs.replace(costs, recipe=Recipe()), shared)
-    with pytest.raises(ValueError, match=r"Plan.recipe.*over cp ranks.*use auto, or cp 1"):
+    with pytest.raises(ValueError, match=r"Plan.recipe.*cp ranks.*use recipe.attention auto"):
         msgspec.structs.replace(auto, recipe=Recipe(attention="flash"))
 
 

@@ -356,7 +356,7 @@ def test_nothing_stands_in_for_a_collective_over_other_links_or_of_another_kind(
 
 def test_element_wise_work_is_priced_as_copies_which_is_said_once():
     copy = Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)
-    prices = Prices(costs_of(known.curve(copy, 1e-5, 1e12, regime="cold")))
+    prices = Prices(costs_of(known.curve(copy, 1e-5, 1e12, regime="cold")), datasheet=True)
     for kind in ("gelu", "layer_norm", "copy"):
         for direction in ("forward", "backward"):
             found = prices.estimate(

@@ -1271,7 +1271,7 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
     windows = msgspec.structs.replace(LLAMA, window=32, full_layers=(2, 5, 8, 11))
     model = msgspec.structs.replace(chance.choice([MODEL, LLAMA, windows]), layers=12)
     layouts, _ = legal_layouts(model, WORKLOAD, there, 4)
-    short, whole = Prices(there), Prices(there)
+    short, whole = (Prices(there, datasheet=recipe.offload) for _ in range(2))
     for layout in chance.sample(layouts, 6):
         rung = chance.choice(ladder(layout, model))
         priced = search.predict(model, WORKLOAD, rung, short)
