@@ -157,7 +157,7 @@ def test_compiled_layers_have_the_gradients_of_eager_ones():
 
 @pytest.mark.parametrize("model", FAMILIES, ids=["llama", "gpt", "unaligned", "experts"])
 def test_plans_count_the_kernels_that_run(model):
-    """What fp8 adds to a layer's forward and backward, beside the same layer in bf16."""
+    """Return what fp8 adds to a layer's forward and backward, beside the same layer in bf16."""
     found, (products, names) = {}, planned(model, "eager")
     for kind in (None, "fp8"):
         layer, x = layer_of(model)

@@ -246,7 +246,7 @@ def test_attention_with_a_window_keeps_its_kernels(measured):
 
 @pytest.mark.parametrize(("recompute", "layers"), [("none", 6), ("full", 0)])
 def test_math_keeps_the_softmax_and_wide_copies(measured, recompute, layers):
-    """Of a microbatch of [32, 128] tokens: 4 bytes of [32, 6, 128, 128] and three of [32, 6, 128,
+    """A microbatch of [32, 128] tokens keeps 4 bytes of [32, 6, 128, 128] and three of [32, 6, 128,
     64] a layer, while the head's logits make the peak."""
     layout = Layout(microbatch_size=32, recompute=recompute)
     work = Workload(global_batch_size=32, seq_len=128)
