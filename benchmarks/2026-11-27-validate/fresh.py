@@ -1,6 +1,6 @@
 """Measure, price and run models on two GPUs, so that prices are tested on steps they never saw.
 
-    python benchmarks/2026-11-27-validate/fresh.py FOLDER SECONDS MODEL...
+    python benchmarks/2026-11-27-validate/fresh.py FOLDER SECONDS MODEL[=PROFILE_SECONDS]...
 
 For each model: a profile, layers beside messages, costs, then each layout, planned and run. What
 would begin after SECONDS is named and left to the next call, which goes on in the same folder. The
@@ -62,10 +62,12 @@ MODELS = {
 
 
 def main(folder: Path, limit_s: float, *models: str) -> None:
-    for model in models:
+    for word in models:
+        model, _, asked_s = word.partition("=")
         (folder / model).mkdir(parents=True, exist_ok=True)
         os.chdir(folder / model)
         batch, tokens, budget_s, layouts = MODELS[model]
+        budget_s = int(asked_s or budget_s)
         if not Path("costs.json").exists():
             if time.monotonic() - BEGUN > limit_s - 2 * budget_s:
                 print(f"not begun: {model}", flush=True)

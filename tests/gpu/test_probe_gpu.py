@@ -196,7 +196,7 @@ def test_replays_over_nccl_and_symmetric_memory_are_checked_and_right(tmp_path):
         for power in range(12, 28, 2) for kind in ("all_reduce", "all_gather", "send_recv")
     )  # fmt: skip
     run_dir = new_run(tmp_path, 2)
-    request = sweep.SweepRequest(cases=cases, run_dir=str(run_dir))
+    request = sweep.SweepRequest(cases=tuple(dict.fromkeys(cases)), run_dir=str(run_dir))
     launch.run("meshwise.probe.sweep:measure_ranks", request, nproc=2)
     for sample in store.load(run_dir)[1]:
         if sample.status != "skipped":  # this machine has no symmetric memory

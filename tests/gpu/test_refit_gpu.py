@@ -185,7 +185,7 @@ refit = Refit(source, None, target, None, ranks=here, method=sys.argv[1], verify
 try:
     refit()
 except RefitError as error:
-    print("torch says", error, refit.version, flush=True)
+    print(f"torch says {error} {refit.version}\\n", end="", flush=True)  # one write: ranks share it
 refit.close()
 here.leave()
 """
