@@ -248,6 +248,7 @@ FIELDS: dict[type, dict[str, Role]] = {
     Elementwise: {
         "kind": _word(lambda op: op.kind, "op"), "direction": _direction,
         **_all(_coordinate("bytes"), "read_bytes write_bytes"),
+        **_all(lambda op, field, _: (("derived", field, "bytes count"),), "rows width dtype"),
     },
     Collective: {
         "kind": _word(lambda op: op.kind, "op"), "dtype": _dtype, **_all(_category, "in_place"),

@@ -1,6 +1,6 @@
 """Evaluate fitted prices. In: an operation. Out: its time, with an interval and its tier.
 
-    elementwise   the curve of its kind over bytes read plus written
+    elementwise   the curve of its kind and direction over bytes read plus written
     gemm,         nearest measured utilisations times a roofline (``spec.costs.Surface``)
     attention,
     convolution

@@ -11,22 +11,24 @@ takes no buffer for it, except batched ones (groups of equal size).
 dy and x. Channels last, also for weights; padding is kernel // 2. As in a step, the library guesses
 its fastest algorithm and tries none. Results are allocated, since torch takes no buffer for them.
 
-**Memory-bound work**: copies, whose curve prices elementwise work, and the optimizer. adamw is one
-fused step over one flat fp32 parameter: it reads p, g, m, v and writes p, m, v, 28 bytes an
-element. h2d and d2h copy between pinned host memory and the device.
+**Memory-bound work**: copies, the optimizer, and the kinds that ``KINDS`` lists, as ``nn`` calls
+them. Backward is autograd's alone: forward has run once. Work of other kinds is priced as copies.
+adamw is one fused step over one flat fp32 parameter: it reads p, g, m, v and writes p, m, v, 28
+bytes an element. h2d and d2h copy between pinned host memory and the device.
 
 tf32 and fp32 both work on fp32 tensors, with torch's precision set to one or the other.
 """
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from meshwise import torch_private
+from meshwise.prices.key import ONE_KERNEL
 from meshwise.probe import attention
 from meshwise.probe.work import (
     Call,
@@ -40,7 +42,7 @@ from meshwise.probe.work import (
 from meshwise.spec import Attention, Case, Convolution, Elementwise, Gemm
 from meshwise.timing import randn
 
-FP32_BYTES = 4
+FP32_BYTES, TOKEN_BYTES = 4, 8
 _FP8 = torch.float8_e4m3fn
 _ALIGNED_ROWS = 8  # experts' rows are padded to this: kernels need 16 bytes, 8 of bf16
 _OUTPUTS = {"dgrad": [True, False, False], "wgrad": [False, True, False]}  # dx, dw, db
@@ -62,11 +64,9 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
         make = _convolution
     else:
         assert isinstance(op, Elementwise), op
-        if op.kind not in ("copy", "adamw", "h2d", "d2h"):
-            raise Unavailable(f"no probe for {op.kind}: it is priced by its bytes, as a copy")
         if op.kind in ("h2d", "d2h") and device.type == "cpu":
             raise Unavailable("no host link: the device is the host")
-        make = _adamw if op.kind == "adamw" else _copy
+        make = {"adamw": _adamw, **dict.fromkeys(("copy", "h2d", "d2h"), _copy)}.get(op.kind, _kind)
     calls = [make(op, device, 3 * i) for i in range(num_buffers(case, op.bytes, device))]
     tried(calls[0])
     return Work(calls=tuple(calls))
@@ -171,6 +171,47 @@ def _copy(op: Elementwise, device: torch.device, seed: int) -> Call:
     elif op.kind == "d2h":
         target = target.cpu().pin_memory()
     return functools.partial(target.copy_, source, non_blocking=True)
+
+
+def _norm(of: Any) -> Callable[..., torch.Tensor]:
+    return lambda x, weight, *bias: of(x, weight.shape, weight, *bias)
+
+
+# What runs each kind, of x and other tensors; "x": like x [rows, width], "w": a row [width].
+KINDS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "add": (torch.add, "xx"),
+    "mul": (torch.mul, "xx"),
+    "cast": (torch.Tensor.to, "x"),
+    "gelu": (functools.partial(F.gelu, approximate="tanh"), "x"),
+    "silu": (F.silu, "x"),
+    "layer_norm": (_norm(F.layer_norm), "xww"),
+    "rms_norm": (_norm(F.rms_norm), "xw"),
+    "cross_entropy": (functools.partial(F.log_softmax, dim=-1), "x"),
+    "embedding": (F.embedding, "t"),  # "t": a table, whose rows tokens name
+}
+
+
+def _kind(op: Elementwise, device: torch.device, seed: int) -> Call:
+    if op.kind not in KINDS or not op.rows:
+        raise Unavailable(f"no probe for {op.kind}: it is priced by its bytes, as a copy")
+    (run, tensors), dtype = KINDS[op.kind], torch_dtype(op.dtype)
+    backward = op.direction == "backward" and op.kind not in ONE_KERNEL
+    table_bytes = op.write_bytes if backward else op.read_bytes - TOKEN_BYTES * op.rows
+    table = table_bytes // (op.width * dtype.itemsize)
+    shapes = {"x": (op.rows, op.width), "w": (op.width,), "t": (table, op.width)}
+    held = [randn(shapes[each], dtype, device, seed + i) for i, each in enumerate(tensors)]
+    more: tuple[Any, ...] = ()
+    if op.kind == "cast":
+        more = (torch.float32 if dtype != torch.float32 else torch.bfloat16,)
+    tokens = [torch.randint(table, (op.rows,), device=device)] if tensors == "t" else []
+    for each in held:
+        each.requires_grad_(backward)
+    call = functools.partial(run, *tokens, *held, *more)
+    if not backward:
+        return call
+    y = call()
+    dy = randn(tuple(y.shape), y.dtype, device, seed + len(held))
+    return functools.partial(torch.autograd.grad, y, held, dy, retain_graph=True)
 
 
 def _adamw(op: Elementwise, device: torch.device, seed: int) -> Call:

@@ -90,7 +90,8 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
         return _of_long_attention(op)
     if isinstance(op, Elementwise):
         crossing = op.kind in ("h2d", "d2h")
-        return f"{op.kind} {format_bytes(op.read_bytes if crossing else op.bytes)}"
+        moved = format_bytes(op.read_bytes if crossing else op.bytes)
+        return f"{op.kind} {moved}" + (f" {op.direction}" if op.direction == "backward" else "")
     if isinstance(op, Collective):
         return _of_collective(op)
     if isinstance(op, Overlap):

@@ -186,12 +186,19 @@ class Convolution(Record, kw_only=True, tag_field="op", tag="convolution"):
 
 
 class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
-    """Memory-bound work: norms, activations, copies, the optimizer. Its bytes set its price."""
+    """Memory-bound work: norms, activations, copies, the optimizer. Its bytes set its price.
+
+    ``rows`` of ``width`` elements in ``dtype``: the tensor whose work ``measure`` times; 0 rows are
+    work that is only priced, and kinds that their bytes describe.
+    """
 
     kind: ElementwiseKind
     read_bytes: NonNegative
     write_bytes: NonNegative
     direction: Direction = "forward"
+    rows: NonNegative = 0
+    width: NonNegative = 0
+    dtype: Dtype = "fp32"
 
     @property
     def flops(self) -> int:

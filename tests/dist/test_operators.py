@@ -1,5 +1,6 @@
 """Products, attention and overlap: what is timed is right, and what cannot be done is said."""
 
+import collections
 import contextlib
 import json
 import statistics
@@ -10,10 +11,34 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwise.fit import calibrate
+from meshwise.models import graph, program_of
+from meshwise.options.measure import ProfileOptions
+from meshwise.prices import Prices
+from meshwise.prices.measured import AS_COPIES
 from meshwise.probe import attention, block, collectives, operators, overlap
 from meshwise.probe.cases import attention as attention_cases
+from meshwise.probe.cases import profile
+from meshwise.probe.cases.scope import Scope
 from meshwise.probe.work import Unavailable, tried
-from meshwise.spec import Attention, Case, Collective, Convolution, Elementwise, Gemm, Overlap
+from meshwise.spec import (
+    Attention,
+    Case,
+    Cluster,
+    Collective,
+    Convolution,
+    Decoder,
+    Device,
+    Elementwise,
+    Experts,
+    Gemm,
+    Layout,
+    Model,
+    Overlap,
+    RunInfo,
+    Sample,
+)
+from tests import sample_records as known
 
 CPU = torch.device("cpu")
 PLAIN = ((False, True), (False, False), (True, False), (True, True))
@@ -301,6 +326,144 @@ def test_a_cpu_has_no_host_link(kind):
     case = Case(op=Elementwise(kind=kind, read_bytes=64, write_bytes=64))
     with pytest.raises(Unavailable, match="no host link: the device is the host"):
         operators.build(case, CPU, contextlib.ExitStack())
+
+
+# --- element-wise work by its kind ---
+
+GPT = Model(hidden=32, layers=2, heads=4, ffn=96, vocab=160, max_seq_len=16)
+FAMILIES = {
+    "gpt": GPT,
+    "experts": msgspec.structs.replace(
+        GPT, experts=Experts(num_experts=4, top_k=2, ffn=48, every=1)
+    ),
+    "llama": Decoder(
+        hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=96, vocab=160, max_seq_len=16,
+        qk_norm=True, qk_norm_over="projection",
+    ),
+}  # fmt: skip
+SIZE_OF = {"fp32": 4, "bf16": 2}
+
+
+def kinds_of(family: str, device: str, dtype: str) -> list[Elementwise]:
+    """The cases of a profile of one rank that are there for their kind."""
+    cluster = Cluster(
+        name="test", num_hosts=1, num_devices_per_host=1, tiers=(),
+        device=Device(name="x", kind=device, memory_bytes=2**37),
+    )  # fmt: skip
+    asked = ProfileOptions(model=(FAMILIES[family],), lowering="eager")
+    found = profile.with_uses(Scope(cluster, 1, dtype), asked)
+    return [case.op for case, use in found if use == "element-wise work"]
+
+
+def moved(op: Elementwise, device: str, table: int) -> tuple[int, int]:
+    """Bytes read and written, from shapes alone. A LayerNorm keeps two numbers a row, in fp32 on
+    GPUs; the softmax of the loss three."""
+    rows, size = op.rows, SIZE_OF[op.dtype]
+    x, w, backward = rows * op.width * size, op.width * size, op.direction == "backward"
+    two = 2 * rows * (4 if device == "cuda" else size)
+    return {
+        "add": (2 * x, x),
+        "mul": (2 * x, x),
+        "cast": (x, x // 2 if op.dtype == "fp32" else 2 * x),
+        "gelu": (2 * x if backward else x, x),
+        "silu": (2 * x if backward else x, x),
+        "layer_norm": (2 * x + w + two, x + 2 * w) if backward else (x + 2 * w, x + two),
+        "rms_norm": (2 * x + w + 4 * rows, x + w) if backward else (x + w, x + 4 * rows),
+        "cross_entropy": (2 * x, x) if backward else (x, x + 12 * rows),
+        "embedding": (x + 8 * rows, table * w) if backward else (8 * rows + table * w, x),
+    }[op.kind]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kind_moves_the_bytes_of_its_tensors(settings, family, device, dtype):
+    """And is timed on these: operands and results have the rows, width and dtype of the case."""
+    ops, sizes = kinds_of(family, device, dtype), collections.defaultdict(list)
+    for op in ops:
+        sizes[op.kind, op.direction].append(op.bytes)
+        (call,) = operators.build(Case(op=op), CPU, settings).calls
+        held = [x for x in call.args if isinstance(x, Tensor)]
+        found, whole, wide = call(), (op.rows, op.width), SIZE_OF[op.dtype]
+        backward = isinstance(found, tuple)
+        assert backward == (op.direction == "backward")
+        first = found[0] if backward else held[0]
+        if op.kind == "embedding":
+            (tokens, *_), result = held, first if backward else found
+            table = len(result) if backward else len(held[1])
+            assert backward or (len(tokens), tuple(result.shape)) == (op.rows, whole)
+        else:
+            table, result = 0, first if backward else found
+            assert tuple(first.shape) == tuple(result.shape) == whole
+        assert first.element_size() == wide or op.kind == "embedding"
+        read, written = moved(op, device, table)
+        assert (op.read_bytes, op.write_bytes) == (read, written), op
+        extra = {"layer_norm": 2, "rms_norm": 1}.get(op.kind, 0)
+        assert len(found if backward else held) == 1 + extra + (
+            not backward and op.kind in ("add", "mul", "embedding")
+        )
+    for (kind, direction), each in sizes.items():
+        assert 3 <= len(each) <= 4 and max(each) >= 32 * min(each), (kind, direction)
+    one_kernel = {"add", "mul", "cast"}
+    both = {kind for kind, _ in sizes} - one_kernel
+    assert {*sizes} == {(kind, way) for kind in both for way in ("forward", "backward")} | {
+        (kind, "forward") for kind in one_kernel & {kind for kind, _ in sizes}
+    }
+    norm = {"layer_norm"} if family != "llama" else {"rms_norm"} if device == "cuda" else set()
+    acts = {"silu", "mul"} if family == "llama" else {"gelu"}
+    casts = {"cast"} if dtype == "bf16" else set()
+    expected = {"add", "embedding", "cross_entropy"} | norm | acts | casts
+    assert {kind for kind, _ in sizes} >= expected
+
+
+def test_a_backward_is_its_formula_again_and_again(settings):
+    """Against formulas written out, of the softmax and of the lookup."""
+    ops = {(op.kind, op.direction): op for op in kinds_of("gpt", "cpu", "fp32")}
+    (call,) = operators.build(Case(op=ops["cross_entropy", "backward"]), CPU, settings).calls
+    _, (x,), dy = call.args
+    p = torch.softmax(x.detach().double(), -1)
+    wanted = dy.double() - p * dy.double().sum(-1, keepdim=True)
+    torch.testing.assert_close(call()[0].double(), wanted, rtol=1e-4, atol=1e-4)
+    (call,) = operators.build(Case(op=ops["embedding", "backward"]), CPU, settings).calls
+    dy = call.args[-1]
+    (found,) = call()
+    torch.testing.assert_close(found.sum(0), dy.sum(0), rtol=1e-4, atol=1e-4)
+    again = call()[0]
+    assert torch.equal(found, again)  # nothing was used up, nothing was added up
+
+
+def test_kinds_that_were_measured_have_prices_of_their_own(settings):
+    """Others are copies, and say so."""
+    cluster = known.CPUS
+    asked = ProfileOptions(model=(GPT,))
+    cases = [
+        case
+        for case in profile.cases(Scope(cluster, 1, "fp32"), asked)
+        if isinstance(case.op, Elementwise)
+    ]
+    samples = []
+    for case in cases:
+        operators.build(case, CPU, settings)
+        time_s = case.op.bytes / (1e9 if case.op.kind == "copy" else 1e8) + 1e-6
+        samples.append(Sample(case_id=case.id, case=case, status="ok", times_s=(time_s,) * 3))
+    info = RunInfo(
+        run_id="20260101T000000-measure-profile-cpus", verb="measure", command=(), world_size=1,
+        status="complete", started="2026-01-01T00:00:00Z", cluster=cluster,
+    )  # fmt: skip
+    prices = Prices(calibrate([(info, samples)]))
+    whole = graph(GPT, 2, 16, "fp32", device="cpu")
+    for task in program_of(whole, Layout(microbatch_size=2), "fp32", device="cpu").tasks:
+        op = task.op
+        if not isinstance(op, Elementwise):
+            continue
+        found = prices.estimate(op)
+        if op.kind == "grad_norm":
+            assert found.source == "transferred" and found.note.startswith(AS_COPIES)
+        elif op.kind != "adamw":
+            assert found.source != "transferred" and AS_COPIES not in found.note, op
+            least = min(each.op.bytes for each in cases if each.op.kind == op.kind)
+            if op.bytes >= least:
+                assert found.time_s == pytest.approx(op.bytes / 1e8, rel=0.2), op
 
 
 # --- overlap, on two gloo ranks ---

@@ -1,6 +1,7 @@
 """The cases of a profile: what must be there, in which order, under which name."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -115,6 +116,20 @@ def test_layers_of_experts_are_blocks_over_tp_too():
     for op in layers:
         products = {part for part in block_ops(op) if isinstance(part, Shaped)}
         assert products <= {*ops[: ops.index(op)]}
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_kinds_of_element_wise_work_come_after_what_corrects_them(kind, world_size):
+    """All sizes of a kind one after the other: the largest, the least, then those between."""
+    ops = [case.op for case in a_profile(kind, world_size)]
+    whole = [at for at, op in enumerate(ops) if isinstance(op, Elementwise) and op.rows]
+    assert whole == [*range(whole[0], whole[-1] + 1)] and len(whole) >= 30
+    assert whole[0] > max(at for at, op in enumerate(ops) if isinstance(op, Block))
+    runs = itertools.groupby(ops[whole[0] : whole[-1] + 1], lambda op: (op.kind, op.direction))
+    sizes = {key: [op.bytes for op in each] for key, each in runs}
+    assert len(sizes) == len({(ops[at].kind, ops[at].direction) for at in whole})
+    for first, second, *others in sizes.values():
+        assert first > max(others) >= min(others) > second
 
 
 @pytest.mark.parametrize(("kind", "world_size"), PROFILES)
@@ -323,6 +338,8 @@ LABELS = [
         "attention b8 s1024 h32/8x80 bf16 causal forward",
     ),
     (Elementwise(kind="copy", read_bytes=2**15, write_bytes=2**15), "copy 64.0 KiB"),
+    (Elementwise(kind="gelu", read_bytes=2**15, write_bytes=2**14, direction="backward"),
+     "gelu 48.0 KiB backward"),
     (
         Block(
             part="layer", model=MODEL, microbatch_size=8, seq_len=128, tp=2,

@@ -10,7 +10,8 @@ In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrat
        two other microbatch sizes; messages in between; layers whose sequences or experts ranks
        share; sharded at the other two sizes; layers beside the messages of their FSDP2 unit
     3  the other sizes of messages, the layer's attention at other lengths, one more microbatch
-       size, what this model does not send, square and skinny GEMMs, other attention shapes
+       size, element-wise work by its kind, what this model does not send, square and skinny GEMMs,
+       other attention shapes
 
 Operations come before the block they make up, since a block calibrates nothing without their
 prices. A block's forward and backward are neighbours, to share one set-up. Image models have layers
@@ -30,10 +31,13 @@ from msgspec.structs import replace
 
 from meshwise.models import DIRECTIONS, block_ops, blocks_of, graph, placement, program_of
 from meshwise.models.catalogue import default_model, default_workload
+from meshwise.models.eager_cpu import device_of
+from meshwise.models.graph import Graph
 from meshwise.options.measure import ProfileOptions, largest_bytes
 from meshwise.prices import in_step, op_key
 from meshwise.prices.key import How
 from meshwise.probe.cases.fsdp import beside_units
+from meshwise.probe.cases.kinds import by_kind
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
 from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.spec import (
@@ -254,6 +258,7 @@ def _round_3(profile: Profile, models: Models, messages: Messages) -> Iterator[F
     yield from _for("other lengths", _lengths(profile, models))
     for model in models:
         yield from _behind_their_products(list(_blocks(profile, model, 3)))
+    yield from _for("element-wise work", by_kind(_graphs(profile, models)))
     sizes = (*scale.coarse_bytes, *scale.dense_bytes)
     others = (_collectives(profile, kinds, sizes, messages) for kinds in (MAIN, OTHER))
     yield from _for("other messages", itertools.chain.from_iterable(others))
@@ -366,6 +371,17 @@ def of_program(
     kinds = tuple(dict.fromkeys(layer_kinds(model, seq_len)))
     whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
     yield from _shaped(task.op for task in program_of(whole, layout, profile.dtype).tasks)
+
+
+def _graphs(profile: Profile, models: Models) -> Iterator[Graph]:
+    """Yield the graphs of models at their least and largest microbatch size, each kind of layer
+    once."""
+    device = device_of(profile.cluster, profile.lowering)
+    for model in models:
+        seq_len, sizes = profile.length(model), profile.microbatches(model)
+        kinds = tuple(dict.fromkeys(layer_kinds(model, seq_len)))
+        for size in {min(sizes), max(sizes)}:
+            yield graph(model, size, seq_len, profile.dtype, layers=kinds, device=device)
 
 
 def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:
