@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_743,
     "probe": 7_306,
     "reshard": 5_101,
-    "search": 5_943,
+    "search": 5_895,
     "spec": 3_451,
     "suites": 1_003,
     "verbs": 4_993,

@@ -418,24 +418,21 @@ def _left(live: Live) -> float:
 
 
 @lru_cache(maxsize=4096)
-def hooked_s(
+def slower_by(
     model: AnyModel,
     seq_len: int,
     cut: Layout,
     prices: Prices,
     kind: LayerKind,
     hooks: tuple[float, float],
-) -> float:
-    """Return the seconds that FSDP2's calls on the host add to a layer (``charges.hooks_of``)."""
+) -> tuple[float, float]:
+    """Return what FSDP2's calls on the host multiply a layer's forward by, and its backward
+    (``charges.hooks_of``)."""
     stage = StageKind(model, seq_len, (kind,), False, False, (NOTHING,), cut, False, hooked=False)
     blocks, pieces = blocks_in(stage, prices.costs), pieces_of(stage)
     plain, hooked = (corrections(blocks, pieces, prices, of).factors for of in (NO_HOOKS, hooks))
-    work, added_s = _work(stage, prices), 0.0
-    for key in blocks:
-        if key[0][0] == "layer":
-            time_s = work.forward_s if key[1] == "forward" else work.backward_s
-            added_s += (hooked[key][0] / plain[key][0] - 1) * time_s
-    return added_s
+    ratios = {key[1]: hooked[key][0] / plain[key][0] for key in blocks if key[0][0] == "layer"}
+    return ratios.get("forward", 1.0), ratios.get("backward", 1.0)
 
 
 @lru_cache(maxsize=4096)

@@ -27,9 +27,9 @@ from meshwise.search.bound import (
     by_cut,
     cut_of,
     end_work,
-    hooked_s,
     layer_work,
     side_by_side_s,
+    slower_by,
 )
 from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
@@ -354,7 +354,8 @@ def _terms(
     def layer(kind: LayerKind) -> Terms:
         work, third = layer_work(*about, cut, prices, (kind, NOTHING)), stage_bytes(kind, 3)
         of = sent(*about, way, prices, kind)
-        alone_s = work.both_s + hooked_s(*about, cut, prices, kind, hooks)
+        ahead, back = slower_by(*about, cut, prices, kind, hooks)
+        alone_s = ahead * work.forward_s + back * work.backward_s
         pace_s, once_s = (
             side_by_side_s(alone_s + each.copies_s, work.messages_s, each.messages_s, beside)
             for each in (of.each, of.once)

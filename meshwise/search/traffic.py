@@ -20,13 +20,15 @@ from meshwise.spec import AnyModel, LayerKind, Layout, Workload
 class StageTraffic(NamedTuple):
     """Seconds of a stage's data parallelism: of messages and of copies that a middle microbatch
     needs (``each``), and of those that the first forward and the last backward need (``once``). Of
-    the latter's messages, those of the layer and of the root that reduce gradients. ``ending_s``:
-    of the work after the last action, which is the optimizer's and sums over tp."""
+    the latter's messages, those of the layer and of the root that reduce gradients, and the first
+    forward's gathers (``ahead_s``). ``ending_s``: of the work after the last action, which is the
+    optimizer's and sums over tp."""
 
     each: DataTraffic
     once: DataTraffic
     layer_s: float
     root_s: float
+    ahead_s: float
     ending_s: float
 
     @property
@@ -57,6 +59,7 @@ def _sent(stage: StageKind, prices: Prices) -> StageTraffic:
     of_each = ("F", min(1, count - 1)), ("B", max(0, count - 2))
     of_once = ("F", 0), ("B", count - 1)
     each, once, reduces = (defaultdict[str | bool, float](float) for _ in range(3))
+    ahead_s = 0.0
     for action, microbatch, start, stop in program.actions:
         for task in program.tasks[start:stop]:
             if (part := spent_on(task)) not in (WAITING, COPIES):
@@ -64,16 +67,22 @@ def _sent(stage: StageKind, prices: Prices) -> StageTraffic:
             time_s, at = prices.estimate(task.op).time_s, (action, microbatch)
             each[part] += time_s * (at in of_each)
             once[part] += time_s * (at in of_once)
-            if part == WAITING and getattr(task.op, "kind", "") != "all_gather":
+            if part == WAITING and getattr(task.op, "kind", "") == "all_gather":
+                ahead_s += time_s * (at == ("F", 0))
+            elif part == WAITING:
                 reduces[task.name.startswith("root.")] += time_s * (at in of_once)
     longer, _ = copies_take(prices)
-    ending = [task.op for task in program.tasks[program.actions[-1].stop :]]
+    ending = program.tasks[program.actions[-1].stop :]
     return StageTraffic(
         DataTraffic(each[WAITING], longer * each[COPIES]),
         DataTraffic(once[WAITING], longer * once[COPIES]),
         reduces[False],
         reduces[True],
-        sum(prices.estimate(op).time_s for op in ending),
+        ahead_s,
+        sum(
+            prices.estimate(task.op).time_s * (longer if spent_on(task) == COPIES else 1.0)
+            for task in ending
+        ),
     )
 
 

@@ -3,6 +3,7 @@ cuts."""
 
 import itertools
 import random
+from collections import Counter
 from unittest import mock
 
 import msgspec
@@ -10,21 +11,35 @@ import numpy as np
 import pytest
 
 from meshwise import search
-from meshwise.models import placement
+from meshwise.models import placement, program_of
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import unmeasured
 from meshwise.search import bound, intra_op_parts, space
-from meshwise.search.intra_op import Cost
+from meshwise.search.intra_op import BYTES, TRANSIENT
 from meshwise.search.intra_op_parts import (
     WORDS,
     PartTable,
+    Window,
     fastest,
     placed,
     tables_of,
+    windows_of,
     with_cuts,
 )
+from meshwise.search.stage import StageKind, graph_of
+from meshwise.search.traffic import StageTraffic
 from meshwise.search.within import Space
-from meshwise.spec import Candidate, Cluster, Cuts, Decoder, Experts, Layout, Model, Workload
+from meshwise.spec import (
+    Candidate,
+    Cluster,
+    Cuts,
+    Decoder,
+    Experts,
+    Layout,
+    Model,
+    Workload,
+    layer_kinds,
+)
 from meshwise.spec.layout import Way
 from meshwise.verbs import files
 
@@ -60,36 +75,46 @@ def every_cuts(model, layout, seq_len):
 
 
 def cost_of(table, cuts):
-    """The sum over the pieces, of transient bytes the most, where the cuts are chosen."""
+    """The sum of the stream's and of the parts' costs, of transient bytes the most."""
     stream = table.streams.index(cuts.stream)
-    first, *others = table.pieces
-    costs = [first.nodes[1][stream]]
-    for part, piece in zip(table.parts, others, strict=True):
+    costs = [table.graph.nodes[0][stream]]
+    for at, part in enumerate(table.parts, 1):
         word = next(i for i, of in enumerate(part) if all(getattr(cuts, f) == of[f] for f in of))
-        costs.append(piece.edges[0, 1][stream, word])
-    return Cost(*np.sum(costs, axis=0)[:-1], np.max(costs, axis=0)[-1])
+        costs.append(table.graph.edges[0, at][stream, word])
+    total = np.sum(costs, axis=0)
+    total[TRANSIENT] = np.max(costs, axis=0)[TRANSIENT]
+    return total
+
+
+def seconds_of(table, cuts):
+    seconds, _, _, *excess = cost_of(table, cuts)
+    return seconds + np.maximum(0, excess).sum()
 
 
 @pytest.mark.parametrize("again", [("none", None), ("selective", 2), ("full", None)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again):
+def test_costs_of_parts_add_up_to_what_a_stage_costs(name, again, monkeypatch):
+    """Without copies for messages and what a step has once."""
+    nothing = StageTraffic(bound.DataTraffic(), bound.DataTraffic(), 0.0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(intra_op_parts, "sent", lambda *_: nothing)
     model, (word, layers) = MODELS[name], again
     layout = Layout(
         tp=4, microbatch_size=4, num_microbatches=2, recompute=word, recompute_layers=layers
     )
     prices = Prices(priced_on("h100-hgx"), datasheet=True)
     table = PartTable(model, WORKLOAD.seq_len, layout, prices)
-    table.rates = {kind: (0.0, 0.0) for kind, _ in table.layers}  # without the copies for messages
     legal = [*every_cuts(model, layout, WORKLOAD.seq_len)]
     for cuts in [Cuts(), Cuts(stream="seq"), *random.Random(0).sample(legal, 10)]:
         of = with_cuts(layout, cuts)
-        cost, ranks = cost_of(table, cuts), bound._ranks(model, WORKLOAD.seq_len, of, prices)
-        assert 2 * cost.pace_s == pytest.approx(
+        seconds, size, *_ = cost_of(table, cuts)
+        first = bound._ranks(model, WORKLOAD.seq_len, of, prices).first
+        assert seconds == pytest.approx(
             bound.mathematics_s(model, WORKLOAD.seq_len, of, prices), rel=1e-9
         )
-        assert cost.held == pytest.approx(ranks.first.saved_bytes)
-        assert cost.resident == pytest.approx(
-            4 * ranks.first.parameter_bytes + ranks.first.copy_bytes
+        assert size == pytest.approx(
+            first.parameter_bytes * (3 + table.gradient * table.reduced)
+            + first.copy_bytes
+            + table.in_flight * first.saved_bytes
         )
 
 
@@ -98,12 +123,11 @@ def test_of_cuts_that_cost_the_same_the_first_words_are_taken(name):
     """Every choice of cuts, the usual words first; every memory that one of them needs."""
     layout = Layout(dp=2, tp=4, microbatch_size=4, num_microbatches=2)
     prices = Prices(priced_on("h100-hgx"), datasheet=True)
-    table, found = PartTable(MODELS[name], WORKLOAD.seq_len, layout, prices), dict[Cuts, Cost]()
+    table, found = PartTable(MODELS[name], WORKLOAD.seq_len, layout, prices), {}
     for cuts in every_cuts(MODELS[name], layout, WORKLOAD.seq_len):
         found[cuts] = cost_of(table, cuts)
     costs, num_ties = np.asarray([*found.values()]), 0
-    held = table.question.in_flight * costs[:, 3]
-    for size in {*(costs[:, 2] + held + costs[:, 4]).tolist()}:
+    for size in {*(costs[:, BYTES] + costs[:, TRANSIENT]).tolist()}:
         best, _ = table.best(size * (1 + 1e-9) + prices.costs.memory_overhead_bytes)
         alike = np.isclose(costs, found[best], rtol=1e-9, atol=0).all(axis=1)
         assert best == [*found][alike.argmax()]
@@ -123,46 +147,117 @@ def test_of_cuts_that_cost_the_same_the_first_words_are_taken(name):
 def test_no_cuts_are_faster_by_more_than_a_hundredth(name, host, gib, given):
     """Against predicting every choice of cuts, where memory is enough and where it is not."""
     costs = priced_on(host, gib)
-    check(MODELS[name], Layout(tp=4, **given), costs, lambda peaks: costs.cluster.usable_bytes)
+    case = MODELS[name], Layout(tp=4, **given), costs, lambda peaks: costs.cluster.usable_bytes
+    assert check(*case) <= 0.01
 
 
 def check(model, layout, costs, limit_of):
+    """Return how much slower the cuts found are than the best. The sum by which they are found is
+    near the step that each choice takes."""
     prices = Prices(costs, datasheet=True)
-    every = [
-        search.predict(model, WORKLOAD, with_cuts(layout, cuts), prices)
-        for cuts in every_cuts(model, layout, WORKLOAD.seq_len)
-    ]
+    choices = [*every_cuts(model, layout, WORKLOAD.seq_len)]
+    every = [search.predict(model, WORKLOAD, with_cuts(layout, cuts), prices) for cuts in choices]
     limit = limit_of(sorted(of.peak_memory_bytes for of in every))
     least_s = min(of.step_time_s for of in every if of.peak_memory_bytes <= limit)
     found = fastest(model, WORKLOAD, layout, prices, limit)
-    assert least_s <= found.prediction.step_time_s <= 1.01 * least_s
     assert found.prediction.peak_memory_bytes <= limit
+    table = PartTable(model, WORKLOAD.seq_len, layout, prices)
+    for cuts, of in zip(choices, every, strict=True):
+        assert 0.92 < seconds_of(table, cuts) / of.step_time_s < 1.05
+    return found.prediction.step_time_s / least_s - 1
 
 
-def test_no_cuts_are_faster_in_forty_random_cases():
+def any_case(seed):
     """Links of 0.01 to 3 times their rate, so that messages are hidden, partly or not; memory for
     all choices or for some."""
-    for seed in range(40):
-        some = random.Random(seed)
-        model = MODELS[some.choice([*MODELS])]
-        cluster, rate = (
-            priced_on(some.choice(["p3.16xlarge", "h100-hgx"])).cluster,
-            some.uniform(-2, 0.5),
-        )
-        tiers = [
-            msgspec.structs.replace(tier, bytes_per_s=tier.bytes_per_s * 10**rate)
-            for tier in cluster.tiers
-        ]
-        costs = unmeasured(msgspec.structs.replace(cluster, tiers=tuple(tiers)))
-        tp = some.choice([2, 4])
-        dp = some.choice([1, 2, 4][: 8 // tp - 1])
-        size = some.choice([size for size in (1, 2, 4, 8) if 8 // dp % size == 0])
-        layout = Layout(
-            tp=tp, dp=dp, zero=some.choice([0, 1, 2, 3]) if dp > 1 else 0, microbatch_size=size,
-            num_microbatches=8 // dp // size, recompute=some.choice(["none", "selective", "full"]),
-        )  # fmt: skip
-        share = some.choice([0.3, 0.7, 1.0])
-        check(model, layout, costs, lambda peaks, at=share: peaks[int(at * (len(peaks) - 1))])
+    some = random.Random(seed)
+    model = MODELS[some.choice([*MODELS])]
+    cluster, rate = (
+        priced_on(some.choice(["p3.16xlarge", "h100-hgx"])).cluster,
+        some.uniform(-2, 0.5),
+    )
+    tiers = [
+        msgspec.structs.replace(tier, bytes_per_s=tier.bytes_per_s * 10**rate)
+        for tier in cluster.tiers
+    ]
+    costs = unmeasured(msgspec.structs.replace(cluster, tiers=tuple(tiers)))
+    tp = some.choice([2, 4])
+    dp = some.choice([1, 2, 4][: 8 // tp - 1])
+    size = some.choice([size for size in (1, 2, 4, 8) if 8 // dp % size == 0])
+    layout = Layout(
+        tp=tp, dp=dp, zero=some.choice([0, 1, 2, 3]) if dp > 1 else 0, microbatch_size=size,
+        num_microbatches=8 // dp // size, recompute=some.choice(["none", "selective", "full"]),
+    )  # fmt: skip
+    share = some.choice([0.3, 0.7, 1.0])
+    return model, layout, costs, lambda peaks: peaks[int(share * (len(peaks) - 1))]
+
+
+def test_few_cuts_are_faster_in_forty_random_cases():
+    missed = [regret for regret in (check(*any_case(seed)) for seed in range(40)) if regret > 0]
+    assert len(missed) <= 2
+    assert max(missed) < 0.0015
+
+
+def test_few_cuts_are_faster_in_forty_random_cases_with_data_ranks():
+    """Where all messages were waited for, or none, they were up to 7.5 % faster."""
+    cases = [case for seed in range(1000, 1400) if (case := any_case(seed))[1].dp > 1]
+    missed = [regret for regret in (check(*case) for case in cases[:40]) if regret > 0]
+    assert len(missed) <= 6
+    assert max(missed) < 0.008
+
+
+@pytest.mark.parametrize("seed", [1055, 1145, 1221])
+def test_messages_are_hidden_as_they_are_simulated(seed):
+    model, layout, *others = any_case(seed)
+    assert layout.zero >= 2
+    assert check(model, layout, *others) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_each_message_is_in_one_window(name, zero, count):
+    """As often as the program sends it."""
+    model, seq_len = MODELS[name], WORKLOAD.seq_len
+    layout = Layout(dp=2, zero=zero, microbatch_size=1, num_microbatches=count)
+    kinds = layer_kinds(model, seq_len)
+    stage = StageKind(model, seq_len, kinds, True, True, (), layout, False)
+    costs, sends, has = priced_on("h100-hgx"), Counter(), Counter()
+    for task in program_of(graph_of(stage, costs), layout, costs.dtype, idle=True).tasks:
+        unit, _, name = task.name.rpartition(".")
+        if task.stream == "dp" and name in ("all_gather", "reduce_scatter", "all_reduce"):
+            kind = kinds[int(unit.split(".")[1])].form if unit != "root" else unit
+            sends[kind, "gathers" if name == "all_gather" else "reduces"] += 1
+    layers = tuple((kind, "none") for kind in kinds)
+    for window, times in windows_of(layers, True, zero, count).items():
+        for field in ("gathers", "reduces"):
+            for unit in getattr(window, field):
+                has[unit[0].form if unit else "root", field] += times
+    assert +has == sends
+
+
+def test_windows_are_those_of_fsdp():
+    """Three unlike layers, two microbatches: which work hides which messages."""
+    a, b, c = layers = tuple((name, "none") for name in "abc")
+    every = (*layers, None)
+    assert windows_of(layers, True, 3, 2) == {
+        Window(gathers=(None, a)): 2,
+        Window(forward=(a,), gathers=(b,)): 2,
+        Window(forward=(b,), gathers=(c,)): 2,
+        Window(backward=(None,), gathers=(c,)): 2,
+        Window(backward=(c,), gathers=(b,)): 2,
+        Window(backward=(b,), gathers=(a,), reduces=(c,)): 2,
+        Window(backward=(a,), reduces=(b,)): 2,
+        Window(reduces=(a, None)): 2,
+    }
+    assert +windows_of(layers, True, 2, 2) == {
+        Window(gathers=(None, a)): 1,
+        Window(forward=(a,), gathers=(b,)): 1,
+        Window(forward=(b,), gathers=(c,)): 1,
+        Window(every, every, reduces=every): 1,
+        Window(backward=(a, b), reduces=(b, c)): 1,
+        Window(reduces=(a, None)): 1,
+    }
 
 
 PIPELINES = [
@@ -188,20 +283,18 @@ def test_each_rank_of_a_pipeline_has_cuts_of_its_own(name, layout, monkeypatch):
         return msgspec.structs.replace(cuts, attention=next(word)), size
 
     monkeypatch.setattr(PartTable, "best", other)
-    for exposed in (1.0, 0.0):
-        tables = tables_of(MODELS[name], WORKLOAD, layout, prices, exposed)
-        each, _ = placed(layout, tables, 32 * GIB)
-        space.check(MODELS[name], WORKLOAD, each)
-        for stage in range(layout.num_stages):
-            inside, before = each.of_stage(stage), layout.of_stage(stage)
-            same = {"cuts": before.cuts, "sequence_parallel": before.sequence_parallel}
-            assert msgspec.structs.replace(inside, **same) == before
-            if before.tp == 1:
-                assert inside.cuts == Cuts()
-            elif not layout.meshes:
-                assert inside.cuts.attention == ("batch", "heads")[stage % 2]
-            if name == "gpt":
-                assert (inside.cuts.embed, inside.cuts.head) == ("vocab", "vocab")
+    each, _ = placed(layout, tables_of(MODELS[name], WORKLOAD, layout, prices), 32 * GIB)
+    space.check(MODELS[name], WORKLOAD, each)
+    for stage in range(layout.num_stages):
+        inside, before = each.of_stage(stage), layout.of_stage(stage)
+        same = {"cuts": before.cuts, "sequence_parallel": before.sequence_parallel}
+        assert msgspec.structs.replace(inside, **same) == before
+        if before.tp == 1:
+            assert inside.cuts == Cuts()
+        elif not layout.meshes:
+            assert inside.cuts.attention == ("batch", "heads")[stage % 2]
+        if name == "gpt":
+            assert (inside.cuts.embed, inside.cuts.head) == ("vocab", "vocab")
 
 
 def fastest_stage(model, workload, costs, num_devices):

@@ -137,23 +137,23 @@ def test_the_parts_are_those_of_their_table(prices):
         pp=2, schedule="1f1b", meshes=((1, 1), (1, 2)), microbatch_size=4, num_microbatches=4
     )
     table, choices = PartTable(EXAMPLE, WORKLOAD.seq_len, layout, prices, rank=1), []
-    first, attention, feed_forward = table.pieces
+    (streams, *_), edges = table.graph
 
     def of_step(cost):
-        return 1e3 * (4 * cost[0] + cost[1])
+        return 1e3 * cost[0]
 
     for at, stream in enumerate(table.streams):
-        parts = [piece.edges[0, 1][at] for piece in (attention, feed_forward)]
+        parts = [edges[0, part][at] for part in (1, 2)]
         more = [
             ", ".join([f"{of_step(of[0]):.0f}", *(f"{of_step(each):+.2f}" for each in of[1:])])
             for of in parts
         ]
-        plain = first.nodes[1][at]
+        plain = streams[at]
         assert f"| {stream} | {of_step(plain):.2f} | {more[0]} | {more[1]} |" in CHAPTER
         words = [next(iter(each.values())) for part in table.parts for each in part]
         for i, j in itertools.product(*[range(len(of)) for of in parts]):
             cost = plain + parts[0][i] + parts[1][j]
-            size = (cost[2] + cost[3] + plain[4]) / MIB
+            size = (cost[1] + plain[2]) / MIB
             choices.append((of_step(cost), size, stream, words[i], words[len(parts[0]) + j]))
     assert f"Of these {len(choices)} choices two labels are left" in PROSE
     kept = [of for of in choices if not any(o[0] <= of[0] and o[1] < of[1] for o in choices)]
