@@ -93,7 +93,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]], law: LawName | None = No
     products = [op.dtype for each in timed if isinstance(op := each.sample.case.op, Shaped)]
     costs = Costs(
         cluster=newest.cluster,
-        dtype=_most_common(products, usual),
+        dtype=_most_common([of for of in products if of != "fp8"], usual),
         lowering=_most_common(
             [one.sample.case.lowering for each in blocks for one in each.timed],
             info.cluster.device.lowering,

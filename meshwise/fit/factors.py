@@ -86,9 +86,9 @@ def fit_factors(
 
 def usual_host_s(block: Block, prices: Prices) -> float:
     """Return the seconds that hosts usually take to launch a block."""
-    return prices.host_s(
-        block, block_tasks(block, device_of(prices.costs.cluster, prices.costs.lowering))
-    )
+    lowering = prices.costs.lowering
+    device = device_of(prices.costs.cluster, lowering)
+    return prices.host_s(block, block_tasks(block, device, lowering))
 
 
 def _alike(block: Block) -> Block:
@@ -101,11 +101,12 @@ def _alike(block: Block) -> Block:
 def _sizes(samples: Sequence[tuple[Sample, float, int]], prices: Prices) -> _Sizes:
     found: dict[float, list[tuple[float, float, float]]] = {}
     for sample, time_s, _ in samples:
-        block, device = sample.case.op, device_of(prices.costs.cluster, sample.case.lowering)
+        block, lowering = sample.case.op, sample.case.lowering
+        device = device_of(prices.costs.cluster, lowering)
         assert isinstance(block, Block)
         kept, counted = sample.metrics.get("saved_bytes"), saved_block_bytes(block, device)
         saved = kept / counted if isinstance(kept, float | int) and kept else 1.0
-        composed_s = prices.composed_s(block_tasks(block, device))
+        composed_s = prices.composed_s(block_tasks(block, device, lowering))
         found.setdefault(float(block.activation_elements), []).append((time_s, composed_s, saved))
     x = sorted(found)
     return _Sizes(np.asarray(x), *np.asarray([np.median(found[size], axis=0) for size in x]).T)

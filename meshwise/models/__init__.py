@@ -90,7 +90,10 @@ def graph(
 
 def _check(dtype: str) -> None:
     if dtype == "fp8":
-        raise ValueError("dtype = 'fp8': is priced and measured of products alone (gemm); use bf16")
+        raise ValueError(
+            "dtype = 'fp8': is priced and measured of products alone (gemm); use bf16, "
+            "and recipe.fp8 for layers"
+        )
 
 
 def programs_of(
@@ -161,12 +164,11 @@ def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
 
 @lru_cache(maxsize=4096)
 def block_tasks(
-    block: Block, device: Device = "cuda", fp8: Lowering | None = None
+    block: Block, device: Device = "cuda", lowering: Lowering = "eager"
 ) -> tuple[Task, ...]:
     """Return one rank's tasks in a block, in order: its compute, and the messages of tp, cp and
-    ep. Those of a backward include what it computes again. ``fp8``: the lowering of the casts of a
-    block whose dtype is fp8."""
-    tasks = _block_program(block, device, fp8).tasks
+    ep. Those of a backward include what it computes again. ``lowering``: of the casts to fp8."""
+    tasks = _block_program(block, device, lowering).tasks
     phases = (block.direction, "recompute") if block.recompute != "none" else (block.direction,)
     return tuple(
         task for task in tasks
@@ -174,11 +176,9 @@ def block_tasks(
     )  # fmt: skip
 
 
-def _block_program(block: Block, device: Device, fp8: Lowering | None) -> Program:
-    size, seq_len, dtype = block.microbatch_size, block.seq_len, block.dtype
-    alone: dict[str, Any] = {}
-    if fp8 is not None and dtype == "fp8":
-        dtype, alone["fp8"] = "bf16", fp8
+def _block_program(block: Block, device: Device, lowering: Lowering) -> Program:
+    size, seq_len, dtype = block.microbatch_size, block.seq_len, block.kept_dtype
+    alone: dict[str, Any] = {"fp8": lowering if block.dtype == "fp8" else None}
     if isinstance(block.model, WideResNet):
         alone |= {"first": False, "last": False}
     kinds = (

@@ -12,6 +12,7 @@ from meshwise.options import (
     Models,
     Range,
     Shape,
+    SomeRecipe,
     Started,
     Time,
 )
@@ -76,6 +77,8 @@ class ProfileOptions(MeasureOptions):
     "How a model's blocks are run; by default compiled on GPUs and eager on CPUs."
     seq_len: Annotated[int | None, Range(1)] = None
     "Tokens in a sequence of the plan; 1024 on GPUs and 128 on CPUs by default."
+    recipe: SomeRecipe | None = None
+    'A file or JSON, as of plan and run; {"fp8": true} adds what its layers need.'
     max_comm_size_intra_node: Memory | None = None
     "No larger messages within a host: bytes, as 4G, or up to 62 their base-2 logarithm, as 32."
     max_comm_size_inter_node: Memory | None = None
@@ -261,6 +264,8 @@ class LayerOptions(CountedOptions):
     "Sequences or images at once; may be repeated. By default those of measure profile."
     seq_len: Annotated[int | None, Range(1)] = None
     "Tokens in a sequence; 1024 on GPUs and 128 on CPUs by default."
+    recipe: SomeRecipe | None = None
+    'A file or JSON, as of plan and run; {"fp8": true} adds layers whose products are in fp8.'
     tp: Annotated[tuple[int, ...], Range(1)] = (1,)
     "Ranks that share a layer's weights, with and without sequence parallelism; may be repeated."
     cp: Annotated[tuple[int, ...], Range(1)] = (1,)

@@ -2,9 +2,9 @@
 
 A block is the first layer of its form, or the head, of the module of ``nn``. It is in the case's
 dtype, with plain weights, as compute sees them under FSDP2. ``parallel`` splits it over tp, cp and
-ep as the case says, and all groups of ranks work at once. It is compiled as ``parallel`` does: the
-layer, or only the loss of the head. All experts get equally many rows. Images are channels last, as
-between layers.
+ep as the case says, and all groups of ranks work at once. Its products are in fp8, and it is
+compiled, as ``parallel`` does: the layer, or only the loss of the head. All experts get equally
+many rows. Images are channels last, as between layers.
 
 Forward is timed while it saves for backward; dropping its graph is not timed. Backward is timed
 alone, from gradients that are None, after an untimed forward. What it recomputes is in its time.
@@ -25,7 +25,7 @@ from meshwise.engine import step
 from meshwise.models import stream_shape
 from meshwise.nn import build
 from meshwise.nn.stage import Layer, causal
-from meshwise.parallel import mesh, tensor
+from meshwise.parallel import fp8, mesh, tensor
 from meshwise.parallel.apply import Lowering, fill, loss_context, loss_function, lower
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.probe.work import Unavailable, Work, torch_dtype
@@ -81,15 +81,17 @@ class _Built:
         self.layout = Layout() if place is None else place.layout
         self.module = module = _module(op, place, device)
         into, out = _shapes(op)
-        self.x = _activation(into, op.dtype, device, seed=0).requires_grad_()
+        self.x = _activation(into, op.kept_dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
         self.constants: list[Tensor] = [*module.parameters()]
         self.gradient: Tensor | None = None  # None for a loss: it is 1
         if op.part == "layer":
             assert isinstance(module, Layer)
+            if op.dtype == "fp8":
+                fp8.use_fp8(module)
             lower(module, op.recompute, self.layout, lowering)
             self.compute: Callable[[Tensor], Tensor] = module
-            self.gradient = _activation(out, op.dtype, device, seed=1)
+            self.gradient = _activation(out, op.kept_dtype, device, seed=1)
         else:
             assert isinstance(op.model, LanguageModel)
             loss = loss_function(self.layout, lowering, place and place.mesh["tp"])
@@ -149,7 +151,7 @@ def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Modu
         tensor.cut_model(model, place)
     name = "head" if op.part == "head" else f"layers.{index}"
     module = model.get_submodule(name)
-    fill(model, module, name, 0, device, torch_dtype(op.dtype))
+    fill(model, module, name, 0, device, torch_dtype(op.kept_dtype))
     return module
 
 

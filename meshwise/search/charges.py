@@ -140,8 +140,8 @@ def small(block: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=4096)
-def _tasks(block: Block, device: Device, fp8: Lowering | None = None) -> Sequence[Task]:
-    one, *others = (block_tasks(each, device, fp8) for each in small(block) or [block])
+def _tasks(block: Block, device: Device, lowering: Lowering = "eager") -> Sequence[Task]:
+    one, *others = (block_tasks(each, device, lowering) for each in small(block) or [block])
     if not others:
         return one
     pairs = [(task.op, other.op) for task, other in zip(one, *others, strict=True)]

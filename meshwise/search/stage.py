@@ -235,8 +235,7 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 
 def blocks_in(kind: StageKind, by: Costs | Plan) -> dict[tuple[Piece, str], Block]:
-    """Return the blocks of a stage by piece and direction. The dtype of layers with products in fp8
-    is fp8: a layer measured in bf16 is not theirs, but may stand in."""
+    """Return the blocks of a stage by piece and direction; layers in fp8 if the recipe says so."""
     here = {"", *(layer.name for layer in kind.layers)}
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, by.dtype)
     return {

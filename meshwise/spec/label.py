@@ -108,6 +108,7 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
         return f"{'step' if op.mode == 'train' else op.mode} {name} {op.layout.name}"
     degrees = [f" {name}{of}" for name in ("cp", "tp", "ep") if (of := getattr(op, name)) > 1]
     parallel = "".join(degrees) + ("+sp" if op.sequence_parallel else "")
+    parallel += " fp8" if op.dtype == "fp8" else ""
     part = " ".join(filter(None, (op.part, op.form)))
     again = f" recompute {op.recompute}" if op.recompute != "none" else ""
     return f"{part} {family} mb{op.microbatch_size}{parallel} {op.direction}{again}"

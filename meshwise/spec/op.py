@@ -291,8 +291,9 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     plan that contains the block (``fit.factors``). ``model`` has only as many layers as the block
     needs, and an empty name, so that equal pieces of different models share one key. ``form``:
     which layer, if the model's differ (``spec.forms_of``); "" is the first. ``seq_len``: of whole
-    sequences. ``cp`` ranks share each, ``tp`` a layer's weights, ``ep`` its experts. ``recompute``:
-    what a layer's backward computes again; its time is that of both.
+    sequences. ``cp`` ranks share each, ``tp`` a layer's weights, ``ep`` its experts. ``dtype``: fp8
+    is of a bf16 layer whose linear products are in fp8 (``Recipe.fp8``). ``recompute``: what a
+    layer's backward computes again; its time is that of both.
     """
 
     part: Literal["layer", "head"]
@@ -318,6 +319,13 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
             self.fail("cp", f"must divide seq_len = {self.seq_len}")
         if self.recompute != "none" and (self.part, self.direction) != ("layer", "backward"):
             self.fail("recompute", "only the backward of a layer recomputes; use none")
+        if self.dtype == "fp8" and (images or self.part != "layer"):
+            self.fail("dtype", "fp8 is for the linear products of a language model's layer")
+
+    @property
+    def kept_dtype(self) -> Dtype:
+        """The dtype of its activations and weights."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
 
     @property
     def layout(self) -> Layout:

@@ -26,7 +26,7 @@ from meshwise.options.measure import (
     MeasureOptions,
     ProfileOptions,
 )
-from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
+from meshwise.spec import Case, Cluster, Plan, Recipe, RunInfo, digest
 from meshwise.spec.record import NonNegative
 from meshwise.units import some_seconds
 from meshwise.verbs import files, world
@@ -206,6 +206,8 @@ def loaded(asked: MeasureOptions) -> MeasureOptions:
     find: Callable[[Any], Any] = catalogue.find_any if any_family else catalogue.find
     given: dict[str, Any] = {"model": tuple(map(find, asked.model))}
     for name, value in vars(asked).items():
+        if name == "recipe" and value is not None:
+            given[name] = files.record(value, Recipe)
         if name in read and value is not None:
             given[name] = read[name](value) if isinstance(value, str) else _converted(name, value)
         if name == "kinds":

@@ -233,7 +233,9 @@ def of(op: Op, prices: Prices, run: How) -> Priced:
             for way in ways
         }
         correct = corrections(blocks, lambda _: piece, prices, recompute=(op.recompute,))
-        tasks = models.block_tasks(op, models.device_of(costs.cluster, costs.lowering))
+        tasks = models.block_tasks(
+            op, models.device_of(costs.cluster, costs.lowering), costs.lowering
+        )
         parts = [*map(charges(correct, prices), tasks)]
         for part in parts:
             add(errors, part.group, part.error_s)

@@ -12,11 +12,32 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.models import blocks_of, graph, program_of, saved_block_bytes
+from meshwise import fit, ranks, search, store
+from meshwise.fit.calibrate import expected_s
+from meshwise.models import block_ops, blocks_of, graph, program_of, saved_block_bytes
 from meshwise.nn import build
 from meshwise.nn.stage import cross_entropy
+from meshwise.options.measure import ProfileOptions
 from meshwise.parallel import fp8
-from meshwise.spec import Decoder, Experts, Gemm, Layout, Model, Recipe, Workload, layer_kinds
+from meshwise.prices import Prices
+from meshwise.probe.block import Blocks
+from meshwise.probe.cases import profile
+from meshwise.probe.cases.scope import Scope
+from meshwise.probe.request import SweepRequest
+from meshwise.probe.sweep import measure_ranks
+from meshwise.spec import (
+    Case,
+    Cluster,
+    Decoder,
+    Device,
+    Experts,
+    Gemm,
+    Layout,
+    Model,
+    Recipe,
+    Workload,
+    layer_kinds,
+)
 
 MODEL = Decoder(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=64, max_seq_len=32
@@ -199,3 +220,69 @@ def test_plans_count_what_the_compiler_leaves():
     block = blocks_of(MODEL, 16, Layout(microbatch_size=2), "bf16")[("layer", ""), "forward"]
     counted = saved_block_bytes(msgspec.structs.replace(block, dtype="fp8"), compiled=True)
     assert saved[0] + x.nbytes == pytest.approx(counted, rel=0.1)
+
+
+def blocks_in(dtype):
+    """The layer of ``MODEL``, two sequences of 16, by direction."""
+    blocks = blocks_of(MODEL, 16, Layout(microbatch_size=2), "bf16").items()
+    return {
+        way: msgspec.structs.replace(block, dtype=dtype)
+        for (piece, way), block in blocks
+        if piece == ("layer", "")
+    }
+
+
+def test_a_block_in_fp8_runs_the_products_of_a_plan():
+    built, alone = Blocks(ranks.alone()), {}
+    for dtype in ("bf16", "fp8"):
+        products = Counter()
+        for block in blocks_in(dtype).values():
+            work = built.build(Case(op=block))
+            work.prepare()
+            with Calls() as calls:
+                work.calls[0]()
+            products += calls.products
+        alone[dtype] = products
+        assert {p.dtype for p in built.held[1].module.parameters()} == {torch.bfloat16}
+    assert not alone["bf16"]
+    assert alone["fp8"] == planned(MODEL, "eager")[0]
+    counted = saved_block_bytes(blocks_in("fp8")["forward"], "cpu")
+    tables = 2 * 16 * MODEL.head_dim // 2 * 4  # of rotary embeddings, which all layers share
+    assert 0 <= work.metrics()["saved_bytes"] - tables - counted <= 8
+
+
+def test_a_layer_measured_on_a_cpu_has_its_time_in_plans(tmp_path):
+    """Of a profile by the recipe: the layer at one size, what it consists of, and two copies."""
+    cluster = Cluster(
+        name="test", num_hosts=1, num_devices_per_host=1, tiers=(),
+        device=Device(name="cpu", kind="cpu", memory_bytes=2**33),
+    )  # fmt: skip
+    asked = ProfileOptions(model=(MODEL,), recipe=Recipe(fp8=True), seq_len=16)
+    blocks = {dtype: blocks_in(dtype) for dtype in ("bf16", "fp8")}
+    both = [block for of in blocks.values() for block in of.values()]
+    wanted = {*both, *(op for block in both for op in block_ops(block))}
+    found = profile.cases(Scope(cluster, 1, "bf16"), asked)
+    cases = [case for case in found if case.op in wanted]
+    cases += [case for case in found if getattr(case.op, "kind", "") == "copy"][:2]
+    assert {*both} <= {case.op for case in cases}
+    run_dir = store.create(
+        tmp_path, verb="measure", slug="profile", cluster=cluster, world_size=1,
+        command=("test",), provenance={},
+    )  # fmt: skip
+    request = SweepRequest(cases=tuple(cases), run_dir=str(run_dir), iterations=5)
+    measure_ranks(ranks.alone(), msgspec.json.encode(request))
+    info, samples, _ = store.load(run_dir)
+    assert {sample.status for sample in samples} == {"ok"}
+    costs = fit.calibrate([(info, samples)])
+    assert costs.dtype == "bf16"
+    measured = {sample.case.op: expected_s(sample) for sample in samples}
+    for dtype in blocks:
+        prices = Prices(msgspec.structs.replace(costs, recipe=Recipe(fp8=dtype == "fp8")))
+        told = search.predict(
+            msgspec.structs.replace(MODEL, layers=3), Workload(global_batch_size=2, seq_len=16),
+            Layout(microbatch_size=2), prices,
+        )  # fmt: skip
+        parts = {part.name: part.value for part in told.time_parts}
+        for way, block in blocks[dtype].items():
+            assert parts[f"{way} layer"] == pytest.approx(3 * measured[block], rel=1e-6)
+        assert not [note for note in told.notes if note.startswith("no layer")]

@@ -276,7 +276,7 @@ def test_a_plan_says_what_its_layout_has_no_fp8_for():
 def test_tasks_of_a_measured_block_are_those_of_a_step(lowering):
     step = tasks_of(lowering)
     block = blocks_of(MODEL, 16, Layout(microbatch_size=2), "bf16")[("layer", ""), "backward"]
-    mine = block_tasks(msgspec.structs.replace(block, dtype="fp8"), fp8=lowering)
+    mine = block_tasks(msgspec.structs.replace(block, dtype="fp8"), lowering=lowering)
     assert [t.op for t in mine] == [
         t.op for t in step if (t.part, t.phase) == ("layer", "backward")
     ]

@@ -115,6 +115,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     Block: lambda f: {
         "recompute": "none",
+        "dtype": "bf16" if f["dtype"] == "fp8" else f["dtype"],  # of layers of language models
         "seq_len": f["seq_len"] * f["cp"],
         **(
             {"part": "layer", "form": "0.first"}

@@ -13,14 +13,14 @@ from meshwise.models.catalogue import default_model
 from meshwise.options.measure import LayerOptions
 from meshwise.prices import in_step
 from meshwise.probe.cases.profile import profile_of
-from meshwise.probe.cases.scope import Scope, models_of
+from meshwise.probe.cases.scope import Scope, in_fp8, models_of, refuse_none_in_fp8, with_fp8
 from meshwise.spec import Case, Layout
 
 
 def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
     """List the blocks, none twice: kind by kind, forward and backward next to each other."""
     profile, found = profile_of(scope, asked.lowering, asked.seq_len), dict[Case, None]()
-    obstacles, ranks = list[str](), scope.world_size
+    obstacles, ranks, fp8 = list[str](), scope.world_size, in_fp8(asked.recipe, scope)
     for model in models_of(asked) or (default_model(scope.cluster),):
         seq_len = profile.length(model)
         sizes = asked.microbatch_sizes or profile.microbatches(model)
@@ -37,7 +37,7 @@ def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
                     obstacles.append(reason)
                     continue
                 blocks = blocks_of(model, seq_len, layout, scope.dtype).values()
-                for block, word in product(blocks, asked.recompute):
+                for block, word in product(with_fp8(blocks, fp8), asked.recompute):
                     if word != "none" and (block.part, block.direction) != ("layer", "backward"):
                         continue
                     op = replace(block, recompute=word)
@@ -45,4 +45,6 @@ def cases(scope: Scope, asked: LayerOptions) -> list[Case]:
                     found[Case(op=op, world_size=ranks, **how._asdict())] = None
     if not found:
         raise ValueError("; ".join(dict.fromkeys(obstacles)))
+    if fp8:
+        refuse_none_in_fp8(found)
     return list(found)

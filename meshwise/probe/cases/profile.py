@@ -39,7 +39,7 @@ from meshwise.prices.key import How
 from meshwise.probe.cases.fsdp import beside_units
 from meshwise.probe.cases.kinds import by_kind
 from meshwise.probe.cases.messages import Sent, Sizing, degrees, sent
-from meshwise.probe.cases.scope import Scope, models_of
+from meshwise.probe.cases.scope import Scope, in_fp8, models_of, refuse_none_in_fp8, with_fp8
 from meshwise.spec import (
     DTYPE_BYTES,
     AnyModel,
@@ -134,6 +134,7 @@ class Profile(NamedTuple):
     lowering: Lowering
     scale: ProfileSizes
     seq_len: int | None = None
+    fp8: bool = False  # layers are measured in fp8, too
 
     def length(self, model: AnyModel) -> int:
         """Return the tokens of a sequence: ``seq_len`` if given, else the model's default."""
@@ -176,6 +177,7 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
             f"devices; use 1 to {cluster.num_devices}"
         )
     profile = profile_of(scope, asked.lowering, asked.seq_len)
+    profile = profile._replace(fp8=in_fp8(asked.recipe, scope))
     planned = models_of(asked) or (default_model(cluster),)
     messages = sent(scope, [profile.work(model) for model in planned])
     found: dict[tuple[object, ...], tuple[Case, str]] = {}
@@ -187,6 +189,8 @@ def with_uses(scope: Scope, asked: ProfileOptions) -> list[tuple[Case, str]]:
         category, coordinates = op_key(op, run, cluster)
         case = Case(op=op, world_size=world_size, **run._asdict())
         found.setdefault((category, *coordinates.values()), (case, use))
+    if profile.fp8:
+        refuse_none_in_fp8(case for case, _ in found.values())
     return list(found.values())
 
 
@@ -335,7 +339,8 @@ def _shared(profile: Profile, models: Models, degree: int) -> Iterator[Block]:
         for layout in (by_experts, by_sequence):
             if placement.obstacle(model, seq_len, layout) is None:
                 found = blocks_of(model, seq_len, layout, profile.dtype).values()
-                yield from (block for block in found if block.part == "layer" and block.is_shared)
+                shared = (block for block in found if block.part == "layer" and block.is_shared)
+                yield from with_fp8(shared, profile.fp8)
 
 
 def _beside_messages(profile: Profile, models: Models) -> Iterator[Overlap]:
@@ -424,9 +429,12 @@ def _blocks(
         return
     found = blocks_of(model, seq_len, layout, profile.dtype)
     layers = [*dict.fromkeys(piece for piece, _ in found if piece[0] == "layer")][which]
-    for (piece, _), block in found.items():
-        if piece in layers or (piece[0] == "head" and which == FIRST):
-            yield block
+    chosen = (
+        block
+        for (piece, _), block in found.items()
+        if piece in layers or (piece[0] == "head" and which == FIRST)
+    )
+    yield from with_fp8(chosen, profile.fp8)
 
 
 def _collectives(
