@@ -324,27 +324,28 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
     roles: dict[str, int] = {}
 
     def changes(start: int, stop: int) -> Changes:
-        order, turns = list[int](), list[int]()  # tasks, and the loop if in a middle turn
+        buffers, sign, loop, whole = list[int](), list[int](), list[int](), [0]
         at = start
         while at < stop:
             # a loop's first turn, its middle turns at once, and its last: memory changes by equal
             # steps from turn to turn, so the peak is in one of these
             end = program.loops[loops[at]].stop if at in loops else at + 1
-            inside = range(at, end)
             for turn in (-1, loops[at], -1) if at in loops else (-1,):
-                order += inside
-                turns += [turn] * len(inside)
+                for new, old in zip(born[at:end], gone[at:end], strict=True):
+                    buffers += new
+                    if turn < 0:
+                        whole.append(len(buffers))
+                    buffers += old
+                    sign += [1] * len(new) + [-1] * len(old)
+                    loop += [turn] * (len(new) + len(old))
             at = end
-        buffers = [buffer for at in order for of in (born[at], gone[at]) for buffer in of]
-        counts = np.asarray([(len(born[at]), len(gone[at])) for at in order], int).reshape(-1, 2)
-        ends, loop = np.cumsum(counts).reshape(-1, 2)[:, 0], np.asarray(turns, int)
         found = [roles.setdefault(role_of[buffer], len(roles)) for buffer in buffers]
         return Changes(
             buffer=np.asarray(buffers, np.int32),
             role=np.asarray(found, np.int8),
-            sign=np.repeat(np.tile(np.asarray([1, -1], np.int8), len(order)), counts.ravel()),
-            loop=np.repeat(loop, counts.sum(axis=1)).astype(np.int16),
-            whole=np.append(0, ends[loop < 0]),
+            sign=np.asarray(sign, np.int8),
+            loop=np.asarray(loop, np.int16),
+            whole=np.asarray(whole),
         )
 
     found = tuple(changes(*span) for span in spans)
@@ -359,7 +360,7 @@ def memory(of: Moments, sizes: np.ndarray, times: Sequence[int]) -> tuple[Live, 
     found = []
     for buffer, role, sign, loop, whole in of.spans:
         amounts = sizes[buffer] * sign * between[loop]
-        totals = np.append(0.0, np.cumsum(amounts))[whole]
+        totals = np.concatenate(([0.0], np.cumsum(amounts)))[whole]
         at = whole[totals.argmax()]
         before = np.where(shared, 0.0, live)
         best = live + np.bincount(role[:at], amounts[:at], len(live)) - before

@@ -30,7 +30,7 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.layout import SPLIT
-from meshwise.verbs import files, ties
+from meshwise.verbs import files
 from meshwise.verbs.costs import known_prices
 
 log = logging.getLogger("meshwise")
@@ -82,6 +82,8 @@ def plan(asked: PlanOptions) -> Plan:
             log.warning("this layout does not fit: %s", lacks)
     else:
         if asked.ties_s is not None:
+            from meshwise.verbs import ties
+
             ties.check(prices.cluster, _size(asked, prices.cluster))
         found = _searched(chosen, workload, prices, asked)
         prices = msgspec.structs.replace(prices, recipe=found.recipe)
