@@ -5,7 +5,6 @@ parallelism, microbatch size, recomputation). ``bound`` and others add these up.
 import math
 from collections import Counter
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from meshwise.models import ENTRY
@@ -181,35 +180,31 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 
 
 def idle_s(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    prices: Prices,
-    layers: tuple[Layer, ...],
-    first: bool,
+    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, layers: tuple[Layer, ...]
 ) -> float:
     """Return the least seconds in which a stage's layers wait for copies to and from the host:
-    while a layer runs, forward or backward, the tensors of the layer before it move. ``first``:
-    the stage is the first; others keep what they receive."""
+    while a layer runs, forward or backward, the tensors of the layer before it move."""
     about, total_s = (model, seq_len, cut, prices), 0.0
-    beside = Counter((*pair, at == 0 and not first) for at, pair in enumerate(pairwise(layers)))
-    for (moving, running, receives), number in beside.items():
-        work, copies_s = layer_work(*about, running), _copies_s(*about, moving, receives)
+    aheads = [None, *[kind for kind, _ in layers]]
+    triples = Counter(zip(aheads, layers, layers[1:], strict=False))
+    for (ahead, moving, running), times in triples.items():
+        work, copies_s = layer_work(*about, running), _copies_s(*about, ahead, moving)
         for run_s, copy_s in zip((work.forward_s, work.backward_s), copies_s, strict=True):
-            total_s += number * max(0.0, copy_s - run_s)
+            total_s += times * max(0.0, copy_s - run_s)
     return total_s
 
 
 @lru_cache(maxsize=65536)
 def _copies_s(
-    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, of: Layer, receives: bool
+    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, ahead: LayerKind | None, of: Layer
 ) -> tuple[float, float]:
-    """Return the seconds in which a layer's tensors move to the host, and back. ``receives``: what
-    the layer reads comes from another stage."""
-    kinds, words = zip(*[of] * 3, strict=True)
+    """Return the seconds in which a layer's tensors move to the host, and back. ``ahead``: the
+    layer that makes what it reads; None: another stage does, and it stays."""
+    kinds = (*([ahead] if ahead else []), of[0], of[0])
+    words = (of[1],) * len(kinds)
     stage = StageKind(model, seq_len, kinds, False, False, words, cut, False, hooked=False)
     program, charge = priced(stage, prices)
-    names = [f"layers.{0 if receives else 1}.{way}" for way in ("d2h", "h2d")]
+    names = [f"layers.{len(kinds) - 2}.{way}" for way in ("d2h", "h2d")]
     to_host_s, back_s = (
         sum(charge(task).time_s for task in program.tasks if task.name == name) for name in names
     )

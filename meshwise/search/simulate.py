@@ -157,33 +157,32 @@ class _Clocks:
         return Spent(time_s, parts, errors, self.traffic_s, self.own_s, self.served_s)
 
     def _step(self, task: Task, parts: Amounts, errors: Errors) -> None:
-        charge = self.charge(task)
-        add(errors, (charge.group, charge.part), charge.error_s)
+        time_s, part, group, error_s = self.charge(task)
+        add(errors, (group, part), error_s)
         if self.beside is None:
-            self.now_s += charge.time_s
-            add(parts, charge.part, charge.time_s)
+            self.now_s += time_s
+            add(parts, part, time_s)
         elif task.stream == "dp":
-            message = _Message(charge.time_s, task)
+            message = _Message(time_s, task)
             self.queue.append(message)
             self.coming.update(dict.fromkeys(task.writes, message))
-            self.traffic_s += charge.time_s
-            self.own_s += charge.time_s
+            self.traffic_s += time_s
+            self.own_s += time_s
         elif task.stream in self.free_s:
-            free_s = max(self.free_s[task.stream], self.now_s) + charge.time_s
+            free_s = max(self.free_s[task.stream], self.now_s) + time_s
             self.free_s[task.stream] = free_s
             self.shared.update(dict.fromkeys(task.writes, free_s))
         else:
             if self.coming or self.shared:
                 self._wait(task, parts)
+            add(parts, part, time_s)
             if not self.queue:
-                self.now_s += charge.time_s
-                self._serve(self.beside.speed(task.op, "")[1] * charge.time_s)
-                add(parts, charge.part, charge.time_s)
+                self.now_s += time_s
+                self._serve(self.beside.speed(task.op, "")[1] * time_s)
                 return
             begin_s = self.now_s
-            self._compute(charge.time_s, task.op)
-            add(parts, charge.part, charge.time_s)
-            if (slowed_s := self.now_s - begin_s - charge.time_s) > 1e-12 * self.now_s:
+            self._compute(time_s, task.op)
+            if (slowed_s := self.now_s - begin_s - time_s) > 1e-12 * self.now_s:
                 add(parts, SLOWED, slowed_s)
 
     def _wait(self, task: Task, parts: Amounts) -> None:
@@ -329,7 +328,8 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
         while at < stop:
             # a loop's first turn, its middle turns at once, and its last: memory changes by equal
             # steps from turn to turn, so the peak is in one of these
-            end = program.loops[loops[at]].stop if at in loops else at + 1
+            later = [start for start in loops if at < start < stop]
+            end = program.loops[loops[at]].stop if at in loops else min(later, default=stop)
             for turn in (-1, loops[at], -1) if at in loops else (-1,):
                 for new, old in zip(born[at:end], gone[at:end], strict=True):
                     buffers += new

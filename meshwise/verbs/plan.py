@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwise import timeline
 from meshwise.files import read_text
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
@@ -92,6 +91,8 @@ def plan(asked: PlanOptions) -> Plan:
     found = _answered(found, asked, prices, others, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
+        from meshwise import timeline
+
         spans = search.spans(found, prices, measured_only=measured_only)
         log.info("wrote %s", timeline.write(Path(asked.trace), found.layout, spans))
     return found
