@@ -5,7 +5,6 @@ and the records. Each is imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,9 +60,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version("meshwise")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("meshwise")
+    except metadata.PackageNotFoundError:
         return "a checkout that is not installed"
 
 

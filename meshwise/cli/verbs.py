@@ -126,9 +126,9 @@ def plan(
     Writes plan.json. Needs no GPU. With --cluster alone, its data sheet replaces measurements.
     """
     chosen = meshwise.plan(replace(asked, gpus=size.ranks))
-    from meshwise.pages import show
+    from meshwise.pages import answers, tables
 
-    emit(chosen, show.of(chosen), json)
+    emit(chosen, [*tables.plan(chosen), *answers.of(chosen)], json)
     return DONE
 
 

@@ -114,6 +114,7 @@ def program_of(
         sizes, received = parts.sharded.buffers, parts.received["F"]
         weave.offload = Offload(*_of_layers(parts.runs), sizes, received, device)
     for microbatch in range(layout.num_microbatches):
+        weave.begin(microbatch)
         for kind in parts.runs:
             weave.action(kind, microbatch, last=microbatch + 1 == layout.num_microbatches)
     found = Program(
@@ -142,19 +143,21 @@ class _Weave:
         self.buffers: dict[str, Buffer] = {}
         self.renamed: dict[str, str] = {}  # buffers of the microbatch
         self.offload: Offload | None = None
-        self.begin = 0  # where the layer's tasks begin
+        self.began = 0  # where the layer's tasks begin
+
+    def begin(self, microbatch: int) -> None:
+        """Go on with a microbatch."""
+        made = self.parts.sharded.buffers
+        self.renamed = {name: f"{name}#{microbatch}" for name in made}
+        self.buffers |= zip(self.renamed.values(), made.values(), strict=True)
+        if self.offload:
+            self.offload.begin(microbatch, self.renamed)
 
     def action(self, kind: Kind, microbatch: int, *, last: bool) -> None:
         """Append an action of a microbatch."""
         tasks, data, runs = self.tasks, self.data, self.parts.runs
-        self.renamed = {name: f"{name}#{microbatch}" for name in self.parts.sharded.buffers}
-        if kind == "F":
-            made = self.parts.sharded.buffers.items()
-            self.buffers |= {self.renamed[name]: buffer for name, buffer in made}
         groups, start = runs[kind], len(tasks)
         data.begin(kind, microbatch)
-        if self.offload:
-            self.offload.begin(microbatch, self.renamed)
         for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
             tasks += (gathers := data.before(unit, None))
             self.loop(len(tasks) - len(gathers), unit)
@@ -175,7 +178,7 @@ class _Weave:
         unit, group = groups[index]
         layer = _layer_of(unit)
         if begins := index == 0 or _layer_of(groups[index - 1][0]) != layer:
-            self.begin = len(tasks)
+            self.began = len(tasks)
         following = groups[index + 1][0] if index + 1 < len(groups) else None
         if kind in ("F", "B"):
             tasks += data.before(unit, following)
@@ -201,7 +204,7 @@ class _Weave:
             if _layer_of(done) != layer:
                 self.loop(at, done)
         if ends:
-            self.loop(self.begin, unit, following)
+            self.loop(self.began, unit, following)
 
     def loop(self, start: int, unit: str, following: str | None = None) -> None:
         """Note that the tasks added since ``start`` belong to a layer that stands for several."""

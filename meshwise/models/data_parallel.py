@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models.graph import BYTES, Device, elementwise
+from meshwise.models.graph import BYTES, Device, elementwise, message
 from meshwise.models.optimizer import OwnPart
 from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task
 from meshwise.spec import Collective, Layout, Op, Recipe
@@ -67,7 +67,7 @@ def summed(elements: int, ranks: int, recipe: Recipe) -> list[Task]:
     held, size = BYTES[recipe.weights] * elements, BYTES[recipe.reduce] * elements
     copy_in = elementwise("copy", held, size, "backward")
     copy_out = elementwise("copy", size, held, "backward")
-    op = Collective(
+    op = message(
         kind="all_reduce", size_bytes=size, group_size=ranks, dtype=recipe.reduce, in_place=True
     )
     steps = (("copy_in", copy_in), ("all_reduce", op), ("copy_out", copy_out)) if elements else ()
@@ -327,11 +327,11 @@ class DataParallel:
         accumulated before."""
         wide = self.layout.num_microbatches > 1 and self.layout.zero < 2
         dtype = self.reduce_dtype if wide else self.dtype
-        return Collective(
+        return message(
             kind="all_reduce",
             size_bytes=prod(self.over_tp.shapes[name]) * BYTES[dtype],
             group_size=self.layout.tp,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             in_place=True,
         )
 
@@ -340,11 +340,11 @@ class DataParallel:
         ZeRO-0 each rank has one)."""
         groups = self.groups[unit]
         over_copies = kind == "all_reduce"
-        return Collective(
-            kind=kind,  # type: ignore[arg-type]
+        return message(
+            kind=kind,
             size_bytes=size_bytes,
             group_size=groups.copies if over_copies else groups.shards,
             group_stride=groups.copy_stride if over_copies else groups.stride,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             in_place=over_copies,
         )

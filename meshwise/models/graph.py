@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
-from meshwise.spec import DTYPE_BYTES, Attention, Convolution, Elementwise, Gemm, Op
+from meshwise.spec import DTYPE_BYTES, Attention, Collective, Convolution, Elementwise, Gemm, Op
 from meshwise.spec.op import ElementwiseKind
 
 Device = Literal["cuda", "cpu"]
@@ -131,6 +131,7 @@ def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) ->
 
 
 attention = functools.lru_cache(maxsize=4096)(Attention)
+message = functools.lru_cache(maxsize=65536)(Collective)
 convolution = functools.lru_cache(maxsize=65536)(Convolution)
 
 
@@ -144,9 +145,9 @@ def operation(
         # one weight per expert; each expert multiplies some of the rows
         grouped = sum("experts" in each.dims for each in (left, right, result)) == 1
         apart = shared | {"experts"} if grouped else shared
-        m = prod(sizes[dim] for dim in left.dims if dim not in apart)
-        n = prod(sizes[dim] for dim in right.dims if dim not in apart)
-        k = prod(sizes[dim] for dim in shared)
+        m = prod([sizes[dim] for dim in left.dims if dim not in apart])
+        n = prod([sizes[dim] for dim in right.dims if dim not in apart])
+        k = prod([sizes[dim] for dim in shared])
         groups = sizes["experts"] if grouped else 1
         batched = groups > 1 and "capacity" in sizes
         # x[m,k] w[n,k]: the weight is stored transposed; dw = dy^T x contracts the rows, dx = dy w

@@ -30,6 +30,7 @@ from meshwise.models.graph import (
     Node,
     Tensor,
     elementwise,
+    message,
     module_shape,
     num_bytes,
     num_elements,
@@ -232,7 +233,7 @@ class _Walk:
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
         """Sum each expert's number of rows over all ranks with other tokens."""
         size, at = num_bytes(counts, self.sizes), f"{node.name}.{OVER_DATA}"
-        loads = Collective(
+        loads = message(
             kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
         )
         over_tp = self.placement[counts.name] in ROWS
@@ -244,11 +245,11 @@ class _Walk:
         """Average a tensor over all ranks with other images."""
         (name,), tensor = node.outputs, self.graph.tensors[node.outputs[0]]
         lies = self.placement[name]
-        op = Collective(
+        op = message(
             kind="all_reduce",
             size_bytes=num_bytes(tensor, self.cut.local(lies)),
             group_size=1,
-            dtype=tensor.dtype,  # type: ignore[arg-type]
+            dtype=tensor.dtype,
             in_place=True,
         )
         read = (self.version[name][lies],)
@@ -303,12 +304,12 @@ class _Walk:
             yield task("scale", elementwise("mul", size, size, direction), writes, ())
 
     def _over_ep(self, size_bytes: int, dtype: str) -> Collective:
-        return Collective(
+        return message(
             kind="all_to_all",
             size_bytes=size_bytes,
             group_size=self.cut.expert_ranks,
             group_stride=self.tp if self.cut.expert_ranks == self.ep else 1,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
         )
 
     def _is_part(self, node: Node, tensors: list[Tensor]) -> bool:
@@ -366,11 +367,11 @@ class _Walk:
         source, result = versions[have], f"{name}@{wanted}"
         size = num_bytes(tensor, self.cut.local(have) if kind == "all_to_all" else self.sizes)
         self._define(tensor, result, wanted)
-        op = Collective(
+        op = message(
             kind=kind,
             size_bytes=size,
             group_size=self.tp,
-            dtype=tensor.dtype,  # type: ignore[arg-type]
+            dtype=tensor.dtype,
             in_place=kind == "all_reduce",
         )
         yield Task(

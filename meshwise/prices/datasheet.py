@@ -125,7 +125,7 @@ class Beside(Record, kw_only=True):
         if isinstance(op, Collective):
             leaves = 0 < self.host_ranks <= (op.group_size - 1) * op.group_stride
             return (self.network, self.network) if leaves else (self.messages, self.messages)
-        for pair in (kind, words_beside(op, kind)):
+        for pair in (kind, words_beside(op, kind)) if self.measured else ():
             if pair in self.measured:
                 return self.measured[pair]
         return self.products if isinstance(op, Shaped) else self.memory, self.collective

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwise.prices import Prices
-from meshwise.search.bound import cut_of, end_work, layer_work
+from meshwise.search.layer import cut_of, end_work, layer_work
 from meshwise.search.space import equal_counts
 from meshwise.spec import AnyModel, Layout, layer_kinds
 from meshwise.spec.layout import Recompute

@@ -1,22 +1,25 @@
 """Bound a layout's step time and memory from below, cheaply, so that ``find`` prices few in full.
 
-One layer, the embedding and the head are priced alone for each way to cut them (tp, sequence
-parallelism, microbatch size, recomputation). Stages and ranks are sums of these.
+Stages and ranks are sums of layers, each priced alone (``layer``).
 
 Compute: under any schedule a rank works on all microbatches. It starts after the forwards of the
 stages before its first stage, and ends before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-With a split backward B_s is dropped, since a W may come last. Data parallelism adds the copies that
-its messages need. Queued messages take at least the sum of their times, and slow down the work
-beside them, unless they pass before or after the rank's work.
+With a split backward B_s is dropped, since a W may come last. Under offload the tensors of a layer
+move to the host while the next layer runs forward, and back while that runs backward:
+
+    F >= sum over layers l of max(f_l, d2h_(l-1))    B >= sum over layers l of max(b_l, h2d_(l-1))
+
+Data parallelism adds the copies that its messages need. Queued messages take at least the sum of
+their times, and slow down the work beside them, unless they pass before or after the rank's work;
+while layers wait for the host they may pass, too, so with them these waits do not count.
 
 Memory of the first rank, which holds the most microbatches: parameters, optimizer state, gathered
 copies, and the saved tensors of the microbatches in flight. ``room`` gives a closer bound.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -26,75 +29,27 @@ from typing import Any, NamedTuple
 from msgspec.structs import astuple
 
 from meshwise import schedule
-from meshwise.models import ENTRY, program_of
-from meshwise.models.graph import num_bytes
+from meshwise.models import program_of
 from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.prices.datasheet import Beside
 from meshwise.schedule import Name
-from meshwise.search.charges import (
-    MESSAGES,
-    NO_HOOKS,
-    beside_of,
-    copies_take,
-    corrections,
-    spent_on,
+from meshwise.search.charges import beside_of, copies_take, spent_on
+from meshwise.search.layer import (
+    LayerWork,
+    added_bytes,
+    cut_of,
+    end_work,
+    idle_s,
+    layer_work,
 )
-from meshwise.search.simulate import (
-    COPIES,
-    ROLES,
-    SLOWED,
-    SUMS,
-    TO_HOST,
-    WAITING,
-    WEIGHTS,
-    Live,
-    Spent,
-)
+from meshwise.search.simulate import COPIES, WAITING
 from meshwise.search.space import unchecked
-from meshwise.search.stage import (
-    Layer,
-    StageKind,
-    blocks_in,
-    graph_of,
-    layers_ahead,
-    pieces_of,
-    priced,
-    stage_cost,
-    stage_memory,
-)
-from meshwise.spec import AnyModel, Cuts, LayerKind, Layout, WideResNet, layer_kinds
+from meshwise.search.stage import Layer, StageKind, graph_of
+from meshwise.spec import AnyModel, LayerKind, Layout, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
-
-
-class LayerWork(NamedTuple):
-    """The work of some layers on one microbatch: seconds (``messages_s`` of them in messages
-    between tp ranks or to experts), bytes saved for the backward, bytes of parameters, and
-    bytes of the copies that compute reads."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    messages_s: float = 0.0
-    saved_bytes: float = 0.0
-    parameter_bytes: float = 0.0
-    copy_bytes: float = 0.0
-
-    @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-    def plus(self, other: "LayerWork", times: int = 1) -> "LayerWork":
-        forward_s, backward_s, messages_s, saved, parameters, copies = other
-        return LayerWork(
-            self.forward_s + times * forward_s,
-            self.backward_s + times * backward_s,
-            self.messages_s + times * messages_s,
-            self.saved_bytes + times * saved,
-            self.parameter_bytes + times * parameters,
-            self.copy_bytes + times * copies,
-        )
 
 
 class DataTraffic(NamedTuple):
@@ -116,8 +71,6 @@ class End(Record):
     last: bool
 
 
-NOTHING: Recompute = "none"
-_APART = (COPIES, SLOWED, SUMS, WAITING, TO_HOST)  # of data parallelism and offload
 Again = tuple[Recompute, int | None]  # what backward recomputes, in how many layers
 
 
@@ -136,9 +89,9 @@ class RankWork(NamedTuple):
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time from compute alone."""
+    """Return a lower bound of the step time from compute and copies to the host."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    return max([around_s + count * work.both_s for around_s, work in ranks.each.values()])
+    return max([around_s + count * work.whole_s for around_s, work in ranks.each.values()])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
@@ -222,34 +175,11 @@ def layers_of(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Layer, ...]:
     return tuple((kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
 
 
-@lru_cache(maxsize=4096)
-def _cut(
-    tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int, cuts: Cuts
-) -> Layout:
-    """Return the smallest layout with these cuts: one microbatch, and just enough dp ranks to share
-    its sequences and to hold all experts."""
-    return Layout(
-        dp=ep // math.gcd(ep, cp),
-        cp=cp,
-        ep=ep,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        cuts=cuts,
-        microbatch_size=microbatch_size,
-    )
-
-
 def by_cut(layout: Layout) -> tuple[Any, ...]:
     """Order layouts by how layers are cut, then by microbatch size: layers of other sizes have the
     same program, which is kept for as long as they are priced in a row."""
     shape = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
     return *shape, astuple(layout.cuts), layout.microbatch_size
-
-
-def cut_of(layout: Layout) -> Layout:
-    """Keep the fields of a layout that a layer's work depends on."""
-    shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
-    return _cut(*shape, layout.cuts)
 
 
 def _ranks(
@@ -296,9 +226,9 @@ def _ranks_of(
         ranks[rank] = ranks[rank].plus(whole[end])
     around_s, each = 0.0, dict[int, tuple[float, LayerWork]]()
     for rank, work in enumerate(ranks):
-        each = {at: of for at, of in each.items() if at == 0 or of[1].both_s > work.both_s}
+        each = {at: of for at, of in each.items() if at == 0 or of[1].exceeds(work)}
         each[rank] = (around_s, work)
-        around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
+        around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].whole_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
     least = LayerWork(*map(min, zip(*[bare[end] for end in mine], strict=True)))
     return RankWork(least, each)
@@ -311,128 +241,17 @@ def _stage_work(
     """Return the work of a stage's layers, without and with embedding and head."""
     about, bare = (model, seq_len, cut, prices), LayerWork()
     whole, first, last = bare, end.kinds[0], end.kinds[-1]
-    for of, number in Counter(layers_of(end.kinds, again)).items():
+    layers = layers_of(end.kinds, again)
+    for of, number in Counter(layers).items():
         work = layer_work(*about, of)
         whole = whole.plus(work, number)
-        bare = bare.plus(work._replace(saved_bytes=_added_bytes(*about, of)), number)
+        bare = bare.plus(work._replace(saved_bytes=added_bytes(*about, of)), number)
+    if prices.costs.recipe.offload:
+        whole = whole._replace(idle_s=idle_s(*about, layers))
     if end.first and end.last and is_tied(model):  # embedding and head are one weight
         return bare, whole.plus(end_work(*about, first, first=True, last=True))
     whole = whole.plus(end_work(*about, first, first=True)) if end.first else whole
     return bare, whole.plus(end_work(*about, last, last=True)) if end.last else whole
-
-
-def layer_work(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    prices: Prices,
-    of: Layer,
-    first: bool = False,
-    last: bool = False,
-) -> LayerWork:
-    """Return the work of one layer, with the embedding (``first``) and the head (``last``)."""
-    kind, word = of
-    stage = StageKind(model, seq_len, (kind,), first, last, (word,), cut, False, hooked=False)
-    return _work(stage, prices)
-
-
-@lru_cache(maxsize=65536)
-def _added_bytes(model: AnyModel, seq_len: int, cut: Layout, prices: Prices, of: Layer) -> float:
-    """Return the bytes that a layer behind other such layers saves: of compiled layers only the
-    first one's input is saved whole."""
-    kind, word = of
-    one = StageKind(model, seq_len, (kind,), False, False, (word,), cut, False, hooked=False)
-    counts = layers_ahead(prices), layers_ahead(prices) + 1
-    each = [one._replace(layers=one.layers * n, recompute=one.recompute * n) for n in counts]
-    less, more = (_left(stage_memory(some, prices).actions["F"][0][1]) for some in each)
-    return more - less
-
-
-def end_work(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    prices: Prices,
-    kind: LayerKind,
-    *,
-    first: bool = False,
-    last: bool = False,
-) -> LayerWork:
-    """Return the work of the embedding, the head, or both, next to a layer of this kind."""
-    about, layer = (model, seq_len, cut, prices), (kind, NOTHING)
-    return layer_work(*about, layer, first, last).plus(layer_work(*about, layer), -1)
-
-
-@lru_cache(maxsize=65536)
-def _work(kind: StageKind, prices: Prices) -> LayerWork:
-    """Price a stage of one layer on one device or its tp group, without data parallelism. If its
-    result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
-    a stage alone counts it twice, as the input that it receives and as a copy."""
-    cost = stage_cost(kind, prices)
-    some_bytes(kind, prices)  # is asked for later, and known as long as ``cost`` is
-    (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
-    size, one = kind.layout.microbatch_size, unchecked(kind.layout, microbatch_size=1)
-    whole = graph_of(kind._replace(layout=one), prices.costs)
-    *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
-    is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
-    entry_s = [0.0, 0.0]  # a stage of images copies its input once, not once a layer
-    if isinstance(kind.model, WideResNet):
-        program, charge = priced(kind, prices)
-        for at, (_, _, start, stop) in enumerate(program.actions):
-            entry = [task for task in program.tasks[start:stop] if task.name.startswith(ENTRY[0])]
-            entry_s[at] = sum(charge(task).time_s for task in entry)
-    passed_on = 2 * size * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
-
-    def own_s(action: int, spent: Spent) -> float:
-        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in _APART) - entry_s[action]
-
-    return LayerWork(
-        forward_s=own_s(0, forward),
-        backward_s=own_s(1, backward),
-        messages_s=sum(
-            spent.parts.get(part, 0.0) for spent in (forward, backward) for part in MESSAGES
-        ),
-        saved_bytes=_left(kept) - passed_on,
-        parameter_bytes=cost.resident["parameters"],
-        copy_bytes=kept.left.get(WEIGHTS, 0.0),
-    )
-
-
-@lru_cache(maxsize=65536)
-def some_bytes(kind: StageKind, prices: Prices) -> tuple[float, ...]:
-    """Return the bytes of a stage of a layer or two: parameters, held per microbatch, the most that
-    an action adds, and the least that a backward adds."""
-    cost = stage_memory(kind, prices)
-    live = {action: of[0][1] for action, of in cost.actions.items()}
-    copies = live["F"].left.get(WEIGHTS, 0.0)
-    left = {action: _left(of) for action, of in live.items()}
-    held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
-    rises = [sum(of.rise.values()) - held * (action == "F") for action, of in live.items()]
-    least = live["I" if kind.split else "B"].rise.get(ROLES["activation"], 0.0)
-    return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
-
-
-def _left(live: Live) -> float:
-    """Return the bytes that an action leaves, without gathered weights."""
-    return sum(live.left.values()) - live.left.get(WEIGHTS, 0.0)
-
-
-@lru_cache(maxsize=4096)
-def slower_by(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    prices: Prices,
-    kind: LayerKind,
-    hooks: tuple[float, float],
-) -> tuple[float, float]:
-    """Return what FSDP2's calls on the host multiply a layer's forward by, and its backward
-    (``charges.hooks_of``)."""
-    stage = StageKind(model, seq_len, (kind,), False, False, (NOTHING,), cut, False, hooked=False)
-    blocks, pieces = blocks_in(stage, prices.costs), pieces_of(stage)
-    plain, hooked = (corrections(blocks, pieces, prices, of).factors for of in (NO_HOOKS, hooks))
-    ratios = {key[1]: hooked[key][0] / plain[key][0] for key in blocks if key[0][0] == "layer"}
-    return ratios.get("forward", 1.0), ratios.get("backward", 1.0)
 
 
 @lru_cache(maxsize=4096)

@@ -4,8 +4,8 @@ The search is best first: layouts wait in order of a lower bound on their step t
 first one gets a sharper bound, then a price, until no waiting layout can be among the best. A
 layout that does not fit waits again with more recomputation. A layout that fits is not tried with
 more: that would only cost time. The search cuts the parts of a model over tp in the usual ways, and
-sums gradients over tp last (``tp_sums``); for the layouts that it keeps, it also looks for the best
-cuts (``intra_op_parts``) and prices the other orders.
+sums gradients over tp last (``tp_sums``); for those that it keeps, it also looks for the best cuts
+(``intra_op_parts``) and prices the other orders.
 """
 
 import gc
@@ -22,7 +22,7 @@ import msgspec
 
 from meshwise.models import kernels
 from meshwise.prices import Prices
-from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, room
+from meshwise.search import balance, bound, inter_op_stages, intra_op_parts, layer, room
 from meshwise.search.charges import MESSAGES
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.progress import Reporter
@@ -216,7 +216,8 @@ def _ladders(
     layout: Layout, model: AnyModel, seq_len: int, prices: Prices, within: Space
 ) -> Iterator[tuple[Layout, ...]]:
     """Yield the ladders of ``layout``: one with equal stages, one with stages balanced by time. A
-    ladder is a layout with more and more recomputation, fastest first."""
+    ladder is a layout with more and more recomputation, fastest first. Under offload each rung is
+    one of its own: what is computed again is not copied, so that any may be the fastest."""
     ladder, other = _ladder(layout, model), tuple[Layout, ...]()
     if layout.pp > 1:
         equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
@@ -224,7 +225,7 @@ def _ladders(
         other = tuple(unchecked(rung, layers=counts) for rung, counts in dealt if counts != equal)
     for every in (ladder, other):
         if kept := tuple(rung for rung in every if within.has_cut(model, seq_len, rung)):
-            yield kept
+            yield from zip(kept) if prices.costs.recipe.offload else (kept,)
 
 
 def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
@@ -350,7 +351,7 @@ def _refined(
         return of.prediction.step_time_s - sum(sent)
 
     for candidate in sorted(kept, key=alone_s):
-        cut = {bound.cut_of(view) for view in views(candidate.layout) if view.tp > 1}
+        cut = {layer.cut_of(view) for view in views(candidate.layout) if view.tp > 1}
         is_free = within.sequence_parallel is None and len(tables | cut) <= _TABLES
         if cut and is_free and alone_s(candidate) < best_s:
             tables |= cut

@@ -21,18 +21,10 @@ from meshwise import schedule
 from meshwise.models import placement
 from meshwise.prices import Prices
 from meshwise.search import room, space
-from meshwise.search.bound import (
-    NOTHING,
-    End,
-    by_cut,
-    cut_of,
-    end_work,
-    layer_work,
-    side_by_side_s,
-    slower_by,
-)
+from meshwise.search.bound import End, by_cut, side_by_side_s
 from meshwise.search.charges import beside_of, hooks_of
 from meshwise.search.inter_op import Array, Division, Least, Problem, StageTable, divide, least
+from meshwise.search.layer import NOTHING, cut_of, end_work, layer_work, slower_by
 from meshwise.search.progress import Reporter
 from meshwise.search.traffic import passed_on, sent
 from meshwise.search.within import ANY, Space

@@ -2,7 +2,7 @@
 
 The parts of a model meet only in the residual stream. So what a part costs depends on its own word
 in ``Cuts`` and on the stream's, and a stage is a sum over its parts: of seconds, of bytes saved, of
-parameters with their copies (``bound.LayerWork``) and of messages (``traffic``). A part's cost is
+parameters with their copies (``layer.LayerWork``) and of messages (``traffic``). A part's cost is
 what a layer with this word has more than one with the default word. The executor places a part
 alike in all layers of a rank: so a part is one node for all of them, on an edge to the stream.
 
@@ -35,18 +35,10 @@ from meshwise.models import placement
 from meshwise.models.optimizer import WHOLE_STATES
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
-from meshwise.search.bound import (
-    NOTHING,
-    again_of,
-    cut_of,
-    layer_work,
-    layers_of,
-    moments,
-    slower_by,
-    stages_of,
-)
+from meshwise.search.bound import again_of, layers_of, moments, stages_of
 from meshwise.search.charges import MESSAGES, NO_HOOKS, beside_of, hooks_of
 from meshwise.search.intra_op import SECONDS, TRANSIENT, Array, CostGraph, Placements, solve
+from meshwise.search.layer import NOTHING, cut_of, layer_work, slower_by
 from meshwise.search.predict import memory_of, predict
 from meshwise.search.simulate import ROLES, Spent
 from meshwise.search.space import unchecked

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from meshwise import schedule
 from meshwise.models import families, step_flops, stream_shape
 from meshwise.models.decoder import weights
-from meshwise.models.graph import num_bytes
+from meshwise.models.graph import message, num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search.charges import MESSAGES
@@ -287,7 +287,7 @@ def _embedding_elements(model: AnyModel) -> int:
 def _between(layout: Layout, costs: Costs, here: int, there: int, size_bytes: int) -> Collective:
     """Return the message that a device of one pipeline rank sends to its counterpart on another."""
     low, high = sorted(layout.devices_of(rank)[0] for rank in (here, there))
-    return Collective(
+    return message(
         kind="send_recv",
         size_bytes=size_bytes,
         group_size=2,

@@ -18,15 +18,8 @@ from meshwise import schedule
 from meshwise.models import graph, program_of
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.bound import (
-    Again,
-    End,
-    again_of,
-    cut_of,
-    layers_of,
-    some_bytes,
-    stages_of,
-)
+from meshwise.search.bound import Again, End, again_of, layers_of, stages_of
+from meshwise.search.layer import cut_of, some_bytes
 from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.stage import Layer, StageKind, layers_ahead
 from meshwise.spec import (

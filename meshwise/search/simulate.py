@@ -157,33 +157,32 @@ class _Clocks:
         return Spent(time_s, parts, errors, self.traffic_s, self.own_s, self.served_s)
 
     def _step(self, task: Task, parts: Amounts, errors: Errors) -> None:
-        charge = self.charge(task)
-        add(errors, (charge.group, charge.part), charge.error_s)
+        time_s, part, group, error_s = self.charge(task)
+        add(errors, (group, part), error_s)
         if self.beside is None:
-            self.now_s += charge.time_s
-            add(parts, charge.part, charge.time_s)
+            self.now_s += time_s
+            add(parts, part, time_s)
         elif task.stream == "dp":
-            message = _Message(charge.time_s, task)
+            message = _Message(time_s, task)
             self.queue.append(message)
             self.coming.update(dict.fromkeys(task.writes, message))
-            self.traffic_s += charge.time_s
-            self.own_s += charge.time_s
+            self.traffic_s += time_s
+            self.own_s += time_s
         elif task.stream in self.free_s:
-            free_s = max(self.free_s[task.stream], self.now_s) + charge.time_s
+            free_s = max(self.free_s[task.stream], self.now_s) + time_s
             self.free_s[task.stream] = free_s
             self.shared.update(dict.fromkeys(task.writes, free_s))
         else:
             if self.coming or self.shared:
                 self._wait(task, parts)
+            add(parts, part, time_s)
             if not self.queue:
-                self.now_s += charge.time_s
-                self._serve(self.beside.speed(task.op, "")[1] * charge.time_s)
-                add(parts, charge.part, charge.time_s)
+                self.now_s += time_s
+                self._serve(self.beside.speed(task.op, "")[1] * time_s)
                 return
             begin_s = self.now_s
-            self._compute(charge.time_s, task.op)
-            add(parts, charge.part, charge.time_s)
-            if (slowed_s := self.now_s - begin_s - charge.time_s) > 1e-12 * self.now_s:
+            self._compute(time_s, task.op)
+            if (slowed_s := self.now_s - begin_s - time_s) > 1e-12 * self.now_s:
                 add(parts, SLOWED, slowed_s)
 
     def _wait(self, task: Task, parts: Amounts) -> None:
@@ -324,27 +323,29 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
     roles: dict[str, int] = {}
 
     def changes(start: int, stop: int) -> Changes:
-        order, turns = list[int](), list[int]()  # tasks, and the loop if in a middle turn
+        buffers, sign, loop, whole = list[int](), list[int](), list[int](), [0]
         at = start
         while at < stop:
             # a loop's first turn, its middle turns at once, and its last: memory changes by equal
             # steps from turn to turn, so the peak is in one of these
-            end = program.loops[loops[at]].stop if at in loops else at + 1
-            inside = range(at, end)
+            later = [start for start in loops if at < start < stop]
+            end = program.loops[loops[at]].stop if at in loops else min(later, default=stop)
             for turn in (-1, loops[at], -1) if at in loops else (-1,):
-                order += inside
-                turns += [turn] * len(inside)
+                for new, old in zip(born[at:end], gone[at:end], strict=True):
+                    buffers += new
+                    if turn < 0:
+                        whole.append(len(buffers))
+                    buffers += old
+                    sign += [1] * len(new) + [-1] * len(old)
+                    loop += [turn] * (len(new) + len(old))
             at = end
-        buffers = [buffer for at in order for of in (born[at], gone[at]) for buffer in of]
-        counts = np.asarray([(len(born[at]), len(gone[at])) for at in order], int).reshape(-1, 2)
-        ends, loop = np.cumsum(counts).reshape(-1, 2)[:, 0], np.asarray(turns, int)
         found = [roles.setdefault(role_of[buffer], len(roles)) for buffer in buffers]
         return Changes(
             buffer=np.asarray(buffers, np.int32),
             role=np.asarray(found, np.int8),
-            sign=np.repeat(np.tile(np.asarray([1, -1], np.int8), len(order)), counts.ravel()),
-            loop=np.repeat(loop, counts.sum(axis=1)).astype(np.int16),
-            whole=np.append(0, ends[loop < 0]),
+            sign=np.asarray(sign, np.int8),
+            loop=np.asarray(loop, np.int16),
+            whole=np.asarray(whole),
         )
 
     found = tuple(changes(*span) for span in spans)
@@ -359,7 +360,7 @@ def memory(of: Moments, sizes: np.ndarray, times: Sequence[int]) -> tuple[Live, 
     found = []
     for buffer, role, sign, loop, whole in of.spans:
         amounts = sizes[buffer] * sign * between[loop]
-        totals = np.append(0.0, np.cumsum(amounts))[whole]
+        totals = np.concatenate(([0.0], np.cumsum(amounts)))[whole]
         at = whole[totals.argmax()]
         before = np.where(shared, 0.0, live)
         best = live + np.bincount(role[:at], amounts[:at], len(live)) - before

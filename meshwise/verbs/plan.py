@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwise import timeline
 from meshwise.files import read_text
 from meshwise.options import keywords
 from meshwise.options.plan import PlanOptions
@@ -30,7 +29,7 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.layout import SPLIT
-from meshwise.verbs import files, ties
+from meshwise.verbs import files
 from meshwise.verbs.costs import known_prices
 
 log = logging.getLogger("meshwise")
@@ -82,6 +81,8 @@ def plan(asked: PlanOptions) -> Plan:
             log.warning("this layout does not fit: %s", lacks)
     else:
         if asked.ties_s is not None:
+            from meshwise.verbs import ties
+
             ties.check(prices.cluster, _size(asked, prices.cluster))
         found = _searched(chosen, workload, prices, asked)
         prices = msgspec.structs.replace(prices, recipe=found.recipe)
@@ -90,6 +91,8 @@ def plan(asked: PlanOptions) -> Plan:
     found = _answered(found, asked, prices, others, lengths)
     files.replace(asked.out, found)
     if asked.trace is not None:
+        from meshwise import timeline
+
         spans = search.spans(found, prices, measured_only=measured_only)
         log.info("wrote %s", timeline.write(Path(asked.trace), found.layout, spans))
     return found

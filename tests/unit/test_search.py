@@ -54,6 +54,7 @@ from meshwise.spec.layout import SPLIT, rank_of
 from meshwise.units import format_bytes
 from meshwise.verbs import files
 from tests.on_paper import peak_bytes
+from tests.unit.test_offload_plans import at_rate
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
 
@@ -389,6 +390,50 @@ def test_bounds_hold_under_a_recipe(recipe, monkeypatch):
         assert told.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
 
 
+def offloading(monkeypatch, lowering="eager"):
+    """Prices of H100 of a plan with offload, which also moves small tensors."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
+    costs = unmeasured(files.take("h100-hgx", Cluster))
+    return msgspec.structs.replace(costs, recipe=OFFLOAD, lowering=lowering)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "compiled"])
+@pytest.mark.parametrize("bytes_per_s", [2e9, 10e9, 50e9])
+def test_bounds_count_copies_to_the_host(monkeypatch, lowering, bytes_per_s):
+    """Where the link is slow copies take most of a step, elsewhere some layers outlast them."""
+    costs, model = offloading(monkeypatch, lowering), msgspec.structs.replace(LLAMA, layers=6)
+    with at_rate(bytes_per_s):
+        prices, ratios = Prices(costs, datasheet=True), []
+        layouts, _ = legal_layouts(model, WORKLOAD, costs, 8)
+        for number, layout in enumerate(layouts[:: len(layouts) // 40]):
+            rungs = ladder(layout, model)
+            rung = rungs[number % len(rungs)]
+            of = (model, WORKLOAD.seq_len, rung, prices)
+            told = search.predict(model, WORKLOAD, rung, prices)
+            least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
+            ratios.append(told.step_time_s / least_s)
+    assert 1 <= min(ratios) < 1.05
+
+
+def test_under_offload_the_plan_is_the_fastest_of_all_recomputations(monkeypatch):
+    """Against pricing every layout with every recomputation: all fit, and more of it may take less
+    time."""
+    costs = offloading(monkeypatch)
+    with at_rate(5e9):
+        prices = Prices(costs, datasheet=True)
+        layouts, _ = legal_layouts(LLAMA, WORKLOAD, costs, 2)
+        rungs = [ladders(layout, LLAMA, WORKLOAD, prices) for layout in layouts]
+        every = itertools.chain(*itertools.chain(*rungs))
+        seconds = [search.predict(LLAMA, WORKLOAD, rung, prices).step_time_s for rung in every]
+        plan = search.find(LLAMA, WORKLOAD, costs, num_devices=2)
+    kept = [(each.prediction.step_time_s, each.layout) for each in (plan, *plan.runners_up)]
+    assert len(kept) >= 10 and any(layout.recompute != "none" for _, layout in kept)
+    for (found_s, _), least_s in zip(
+        sorted(kept, key=lambda of: of[0]), sorted(seconds), strict=False
+    ):
+        assert found_s <= least_s
+
+
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_bound_of_a_pipeline_is_near(zero, stages):
@@ -425,7 +470,7 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts, recipe, m
     monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
     chance = random.Random(20)
     there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering, recipe=recipe)
-    prices = Prices(there)
+    prices = Prices(there, datasheet=recipe.offload)
     for _ in range(4 if experts else 8):
         model, workload, devices = small_space(chance)
         model = with_experts(chance, model) if experts else model

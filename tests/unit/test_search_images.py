@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from meshwise import models, plan, search
 from meshwise.fit.calibrate import calibrate
-from meshwise.models import block_ops
+from meshwise.models import block_ops, offload
 from meshwise.options.measure import ProfileOptions
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import profile
@@ -23,12 +23,14 @@ from meshwise.spec import (
     Block,
     Cluster,
     Layout,
+    Recipe,
     RunInfo,
     Sample,
     WideResNet,
     Workload,
 )
 from meshwise.verbs import files
+from tests.unit.test_offload_plans import at_rate
 from tests.unit.test_search import KNOWN, ladder
 
 MODEL = WideResNet(
@@ -58,6 +60,18 @@ def test_bounds_are_bounds(lowering, dtype):
         least, most = room.between(MODEL, WORKLOAD, rung, prices)
         needed = memory_of(MODEL, WORKLOAD, rung, prices)[1].total_bytes
         assert max(least, bound.memory_bytes(*of)) <= needed <= most, rung.name
+
+
+@pytest.mark.parametrize("stages", [{}, {"pp": 2, "schedule": "1f1b"}], ids=["one", "two"])
+def test_bounds_count_copies_to_the_host(monkeypatch, stages):
+    """A block that changes channels or resolution reads other sizes than such a block makes."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
+    layout = Layout(microbatch_size=16, num_microbatches=4, recompute="full", **stages)
+    with at_rate(1e9):
+        prices = Prices(costs(recipe=Recipe(offload=True), dtype="bf16"), datasheet=True)
+        step_s = search.predict(MODEL, WORKLOAD, layout, prices).step_time_s
+        least_s = bound.mathematics_s(MODEL, 1, layout, prices)
+    assert 0.7 * step_s < least_s <= step_s
 
 
 def test_the_plan_is_the_fastest(tmp_path):
