@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 1_748,
     "probe": 7_360,
     "reshard": 5_101,
-    "search": 5_940,
+    "search": 5_954,
     "spec": 3_460,
     "suites": 1_003,
     "verbs": 5_000,

@@ -247,7 +247,7 @@ def _stage_work(
         whole = whole.plus(work, number)
         bare = bare.plus(work._replace(saved_bytes=added_bytes(*about, of)), number)
     if prices.costs.recipe.offload:
-        whole = whole._replace(idle_s=idle_s(*about, layers))
+        whole = whole._replace(idle_s=idle_s(*about, layers, end.first))
     if end.first and end.last and is_tied(model):  # embedding and head are one weight
         return bare, whole.plus(end_work(*about, first, first=True, last=True))
     whole = whole.plus(end_work(*about, first, first=True)) if end.first else whole

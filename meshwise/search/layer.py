@@ -180,15 +180,22 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 
 
 def idle_s(
-    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, layers: tuple[Layer, ...]
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    layers: tuple[Layer, ...],
+    first: bool,
 ) -> float:
     """Return the least seconds in which a stage's layers wait for copies to and from the host:
-    while a layer runs, forward or backward, the tensors of the layer before it move."""
+    while a layer runs, forward or backward, the tensors of the layer before it move. ``first``:
+    whether the stage has the embedding."""
     about, total_s = (model, seq_len, cut, prices), 0.0
     aheads = [None, *[kind for kind, _ in layers]]
     triples = Counter(zip(aheads, layers, layers[1:], strict=False))
     for (ahead, moving, running), times in triples.items():
-        work, copies_s = layer_work(*about, running), _copies_s(*about, ahead, moving)
+        copies_s = _copies_s(*about, moving, ahead, first and ahead is None)
+        work = layer_work(*about, running)
         for run_s, copy_s in zip((work.forward_s, work.backward_s), copies_s, strict=True):
             total_s += times * max(0.0, copy_s - run_s)
     return total_s
@@ -196,13 +203,20 @@ def idle_s(
 
 @lru_cache(maxsize=65536)
 def _copies_s(
-    model: AnyModel, seq_len: int, cut: Layout, prices: Prices, ahead: LayerKind | None, of: Layer
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    of: Layer,
+    ahead: LayerKind | None,
+    first: bool,
 ) -> tuple[float, float]:
     """Return the seconds in which a layer's tensors move to the host, and back. ``ahead``: the
-    layer that makes what it reads; None: another stage does, and it stays."""
+    layer that makes what it reads; None: the embedding (``first``), or another stage, and then it
+    stays."""
     kinds = (*([ahead] if ahead else []), of[0], of[0])
     words = (of[1],) * len(kinds)
-    stage = StageKind(model, seq_len, kinds, False, False, words, cut, False, hooked=False)
+    stage = StageKind(model, seq_len, kinds, first, False, words, cut, False, hooked=False)
     program, charge = priced(stage, prices)
     names = [f"layers.{len(kinds) - 2}.{way}" for way in ("d2h", "h2d")]
     to_host_s, back_s = (
