@@ -211,10 +211,16 @@ def test_a_layer_measured_in_bf16_stands_in_with_a_note_and_all_errors():
     assert not [note for note in told[True].notes if note.startswith("no head")]
 
 
-def test_a_search_offers_what_the_recipe_runs():
-    plan = meshwise.plan("gpt-1.3b", recipe='{"fp8": true}', **ASKED)
-    assert plan.recipe == FP8
-    model, prices = plan.model, Prices(costs_of(), datasheet=True)
+@pytest.mark.parametrize(
+    "recipe",
+    [FP8, msgspec.structs.replace(FP8, offload=True, attention="cudnn", optimizer="sgd")],
+    ids=["fp8", "with offload, cudnn and sgd"],
+)
+def test_a_search_offers_what_the_recipe_runs(recipe):
+    plan = meshwise.plan("gpt-1.3b", recipe=recipe, **ASKED)
+    assert plan.recipe == recipe
+    costs = msgspec.structs.replace(costs_of(), recipe=recipe)
+    model, prices = plan.model, Prices(costs, datasheet=True)
     for each in (plan, *plan.runners_up):
         assert each.prediction == search.predict(model, plan.workload, each.layout, prices)
         assert {tp for _, tp in each.layout.meshes or ((0, each.layout.tp),)} == {1}

@@ -369,12 +369,13 @@ NARROW = [
 ]
 OPTIMIZERS = [Recipe(optimizer="sgd"), Recipe(optimizer="adafactor", weights="bf16")]
 OFFLOAD = Recipe(offload=True)
+TOGETHER = Recipe(offload=True, fp8=True, attention="cudnn", optimizer="adafactor", weights="bf16")
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [*NARROW, *OPTIMIZERS, OFFLOAD],
-    ids=lambda of: f"{of.optimizer}-{of.weights}-{of.reduce}-{of.offload}",
+    [*NARROW, *OPTIMIZERS, OFFLOAD, TOGETHER],
+    ids=lambda of: f"{of.optimizer}-{of.weights}-{of.reduce}-{of.offload}-{of.fp8}",
 )
 def test_bounds_hold_under_a_recipe(recipe, monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 2**12)
@@ -382,7 +383,7 @@ def test_bounds_hold_under_a_recipe(recipe, monkeypatch):
     costs = msgspec.structs.replace(costs, recipe=recipe, lowering="eager")
     prices = Prices(costs, datasheet=True)
     layouts, _ = legal_layouts(LLAMA, WORKLOAD, costs, 8)
-    for number, layout in enumerate(layouts[:: len(layouts) // 60]):
+    for number, layout in enumerate(layouts[:: -(-len(layouts) // 60)]):
         rung = ladder(layout)[number % len(ladder(layout))]
         of = (LLAMA, WORKLOAD.seq_len, rung, prices)
         told = search.predict(LLAMA, WORKLOAD, rung, prices)
