@@ -10,6 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
+    "bridges": 904,
     "cli": 1_534,
     "engine": 3_270,
     "fit": 1_407,
@@ -26,7 +27,7 @@ ROOMS = {
     "spec": 3_460,
     "suites": 1_003,
     "verbs": 5_000,
-    "": 4_357,  # modules beside the rooms
+    "": 4_362,  # modules beside the rooms
 }
 
 
