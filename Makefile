@@ -6,7 +6,7 @@ STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 APT := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends
 
-.PHONY: help venv test test-all test-hosts test-ray test-slow test-slurm fuzz faults check pictures demo clean always
+.PHONY: help venv test test-all test-bridges test-hosts test-ray test-slow test-slurm fuzz faults check pictures demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -28,11 +28,20 @@ venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 		--require-hashes -r requirements-ray.lock
 	@touch $@
 
+# vLLM asks for another torch and for CUDA's packages: its Python part does without. It gets an
+# environment of its own, which sees that of .venv.
+.venv-bridges/stamp: .venv/stamp requirements-bridges.lock
+	@$(VENV) tools/bridges_venv.py
+	@touch $@
+
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
 	@$(VENV) -m pytest $(STREAMS)
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest $(STREAMS) -m "whole or not whole"
+
+test-bridges: .venv-bridges/stamp ## install vLLM and Megatron-core and move weights into their models
+	@.venv-bridges/bin/python -m pytest --numprocesses 0 -rs tests/bridges
 
 test-hosts: .venv/stamp ## run commands on two hosts of this machine: network namespaces, where root may make them
 	@command -v tc > /dev/null || { $(APT) iproute2 > /dev/null; }
@@ -78,4 +87,4 @@ demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: .
 	echo "demo: $$(($$(date +%s) - begin)) s in all; open demo/report.html"
 
 clean: ## remove .venv, caches and the demo
-	rm -rf .venv demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bridges demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -35,6 +35,11 @@ KEPT = frozenset(
 )
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage, while that lives; addresses on meta are all 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:
     """Set how long collectives wait from now on.
 

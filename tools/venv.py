@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -32,9 +33,9 @@ def package_dirs() -> list[str]:
     return [entry for entry in map(os.path.abspath, sys.path) if entry not in others]
 
 
-def create(borrowed: list[str], version: str) -> None:
+def create(borrowed: list[str], project: dict[str, Any]) -> None:
     """.venv, cleared first if another interpreter made it, with what an editable install leaves:
-    the checkout's path (then the borrowed ones), its version, its command."""
+    the checkout's path (then the borrowed ones), its version, its command and entry points."""
     made_by = VENV / "made-by"
     other = made_by.exists() and made_by.read_text() != sys.executable
     options = ["--clear"] * other + ["--without-pip"] * bool(borrowed)
@@ -43,8 +44,13 @@ def create(borrowed: list[str], version: str) -> None:
     packages = VENV / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     (packages / "meshwise.pth").write_text("\n".join([str(ROOT), *borrowed]) + "\n")
     (packages / "meshwise.dist-info").mkdir(exist_ok=True)
-    head = f"Metadata-Version: 2.1\nName: meshwise\nVersion: {version}\n"
+    head = f"Metadata-Version: 2.1\nName: meshwise\nVersion: {project['version']}\n"
     (packages / "meshwise.dist-info/METADATA").write_text(head)
+    points = [
+        "\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in of.items()), ""])
+        for group, of in project["entry-points"].items()
+    ]
+    (packages / "meshwise.dist-info/entry_points.txt").write_text("\n".join(points))
     command = VENV / "bin" / "meshwise"
     command.write_text(f"#!/bin/sh\nexec '{PYTHON}' -m meshwise \"$@\"\n")
     command.chmod(0o755)
@@ -70,7 +76,7 @@ def main() -> None:
     borrowed = package_dirs() if has_torch() else []
     what = "the torch of" if borrowed else "requirements.lock on"
     print(f".venv: {what} {sys.executable}", flush=True)
-    create(borrowed, project["version"])
+    create(borrowed, project)
     extras = project["optional-dependencies"]
     loose = [*project["dependencies"], *extras["torch"], *extras["dev"]]
     if borrowed:

@@ -1,0 +1,267 @@
+"""Read off a model's own loader where every element of a checkpoint goes.
+
+In: a model whose ``load_weights`` places a checkpoint's tensors in its parameters (as vLLM's models
+do: fused, cut over ranks, padded, stacked by expert), and the checkpoint's names, shapes and
+dtypes. Out: ``Loaded``, with the ``Holdings`` of this rank in the checkpoint's names.
+
+``load_weights`` runs once on stand-ins: tensors of the checkpoint's shapes without memory (torch's
+meta device). A dispatch mode sees every operation. Views keep their storage, offset and strides, so
+a ``copy_`` into a parameter says which box of which tensor goes where. It is noted and not done: no
+weight changes. Copies that a loader makes on its way (``to``, ``contiguous``, ``cat``) are
+followed. What a loader computes (a scale, a quantised weight) is named with the operation, since no
+box says where it comes from. There is no table of names: an unknown architecture is one more
+loader.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise.bridges.strides import Region, Strided, Two, pairs, through
+from meshwise.reshard.holdings import HeldTensor, Holdings, Padded
+from meshwise.reshard.regions import Box, Piece
+from meshwise.reshard.transports.copies import DTYPES
+from meshwise.torch_private import storage_of
+
+Checkpoint = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+_ATEN = torch.ops.aten
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+
+
+class Loaded(NamedTuple):
+    """A loader's use of a checkpoint on this rank.
+
+    ``holdings``: of the checkpoint's tensors that it places. ``turned``: the order of dims in which
+    a parameter is as in the checkpoint, if it is transposed. ``computed``: parameters that it
+    computes, each with the operation. ``unread``: tensors of the checkpoint that it does not use.
+    ``unfilled``: how many elements of a parameter are filled from nowhere: padding, or what is not
+    in the checkpoint.
+    """
+
+    holdings: Holdings
+    turned: dict[str, tuple[int, ...]]
+    computed: dict[str, str]
+    unread: tuple[str, ...]
+    unfilled: dict[str, int]
+
+
+def holdings_of_loader(
+    model: nn.Module, checkpoint: Checkpoint, *, rank: int = 0, load: Load | None = None
+) -> Loaded:
+    """Return what ``model.load_weights`` (or ``load``) does with a checkpoint, as ``rank``'s.
+
+    The model's weights stay as they are, but a loader may set other things in it: give a model
+    that is thrown away. ValueError if the loader reads values, which stand-ins do not have.
+    """
+    recorder = Recorder({storage_of(tensor) for tensor in model.parameters()})
+    with recorder:
+        stand_ins = [(name, recorder.stand_in(name, *of)) for name, of in checkpoint.items()]
+        (load or model.load_weights)(iter(stand_ins))  # type: ignore[operator]
+    reading = _Reading(rank, recorder)
+    for buffer, parameter in model.named_parameters():
+        reading.parameter(buffer, parameter)
+    return reading.told(checkpoint)
+
+
+class _Origin(NamedTuple):
+    """The source of a storage's elements: a tensor of the checkpoint, or copies into parts of it,
+    each with the storage that is copied."""
+
+    whole: Strided
+    name: str = ""
+    computed: str = ""
+    copies: tuple[tuple[Two, int], ...] = ()
+
+
+class Recorder(TorchDispatchMode):
+    """Follows stand-ins through operations. ``targets``: storages whose copies are wanted."""
+
+    def __init__(self, targets: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.targets = targets
+        self.origins: dict[int, _Origin] = {}
+        self.copied: list[tuple[int, Two, int]] = []  # into which storage, the views, of which
+        self.kept: list[Tensor] = []  # so that no storage's number comes again
+
+    def stand_in(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        return self._know(made, _Origin(view_of(made), name))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = [each for each in _tensors((args, kwargs)) if storage_of(each) in self.origins]
+        if not known:
+            return func(*args, **kwargs)
+        if func is _ATEN.copy_.default and storage_of(args[1]) in self.origins:
+            return self._copy(args[0], args[1])
+        if func is _ATEN._to_copy.default:
+            kwargs |= {"device": torch.device("meta")}
+        try:
+            made = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            said = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{self._named(known[0])}: the loader does {func} with it, which needs its values "
+                f"({said}); no layout says where they go"
+            ) from None
+        for each in _tensors(made):
+            if storage_of(each) not in self.origins:  # no view
+                self._know(each, _made(func, each, args, known))
+        return made
+
+    def _copy(self, to: Tensor, of: Tensor) -> Tensor:
+        """Note a copy, of a source that is broadcast as ``copy_`` does, and leave it undone."""
+        two, source = (view_of(to), view_of(of.expand(to.shape))), storage_of(of)
+        storage = storage_of(to)
+        if storage in self.targets:
+            self.copied.append((storage, two, source))
+        else:  # the loader's own buffer
+            origin = self.origins.get(storage, _Origin(view_of(to)))
+            self._know(to, origin._replace(copies=(*origin.copies, (two, source))))
+        return to
+
+    def _know(self, tensor: Tensor, origin: _Origin) -> Tensor:
+        self.kept.append(tensor)
+        self.origins[storage_of(tensor)] = origin
+        return tensor
+
+    def _named(self, tensor: Tensor) -> str:
+        names = set[str]()
+        todo = [storage_of(tensor)]
+        while todo:
+            if origin := self.origins.get(todo.pop()):
+                names |= {origin.name} - {""}
+                todo += [of for _, of in origin.copies]
+        return ", ".join(sorted(names))
+
+    def sources(self, two: Two, of: Tensor | int) -> Iterator[tuple[Two, _Origin]]:
+        """Follow a copy of ``of``, a tensor or its storage, to stand-ins or what is computed."""
+        origin = self.origins[storage_of(of) if isinstance(of, Tensor) else of]
+        if origin.name or origin.computed:
+            yield two, origin
+            return
+        for copy, source in origin.copies:
+            for part in through(two, origin.whole, copy):
+                yield from self.sources(part, source)
+
+
+def _made(func: Any, made: Tensor, args: Any, known: list[Tensor]) -> _Origin:
+    """Describe a new storage that is made of stand-ins."""
+    view = view_of(made)
+    if func in (_ATEN._to_copy.default, _ATEN.clone.default):
+        return _Origin(view, copies=(((view, view_of(args[0])), storage_of(args[0])),))
+    if func is _ATEN.cat.default:
+        dim = (args[1] if len(args) > 1 else 0) % made.ndim
+        ends = accumulate((each.shape[dim] for each in args[0]), initial=0)
+        parts = [
+            made.narrow(dim, at, each.shape[dim]) for at, each in zip(ends, args[0], strict=False)
+        ]
+        pieces = zip(map(view_of, parts), map(view_of, args[0]), strict=True)
+        return _Origin(view, copies=tuple(zip(pieces, map(storage_of, args[0]), strict=True)))
+    # what it comes from, for messages
+    named = tuple(((view, view_of(each)), storage_of(each)) for each in known)
+    return _Origin(view, computed=func.name().removeprefix("aten::"), copies=named)
+
+
+class _Reading:
+    """Collects what recorded copies say of a rank's parameters."""
+
+    def __init__(self, rank: int, recorder: Recorder) -> None:
+        self.rank, self.recorder = rank, recorder
+        self.copied: dict[int, list[tuple[Two, int]]] = {}
+        for into, two, of in recorder.copied:
+            self.copied.setdefault(into, []).append((two, of))
+        self.layouts: dict[str, list[Piece]] = {}
+        self.padded: dict[str, list[Padded]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.loaded = Loaded({}, {}, {}, (), {})
+
+    def parameter(self, buffer: str, parameter: Tensor) -> None:
+        """Add where a parameter's elements come from."""
+        storage, whole = storage_of(parameter), view_of(parameter)
+        copies = self.copied.get(storage, [])
+        if storage in self.recorder.origins:  # param.data = stand-in
+            copies = [*copies, ((whole, whole), storage)]
+        orders, names, left = set[tuple[int, ...]](), dict[str, int](), parameter.numel()
+        for two, of in copies:
+            for (to, source), origin in self.recorder.sources(two, of):
+                if origin.computed:
+                    self.loaded.computed[buffer] = origin.computed
+                    continue
+                for local, box in pairs(to, whole, source, origin.whole):
+                    order, piece = _piece(self.rank, buffer, local, box, parameter.shape)
+                    orders.add(order)
+                    self.layouts.setdefault(origin.name, []).append(piece)
+                    names[origin.name] = len(box.sizes)
+                    left -= piece.box.num_elements
+        if len(orders) > 1:
+            raise ValueError(f"{buffer}: the loader transposes parts of it; no view says so")
+        for order in orders:
+            if order != tuple(sorted(order)):
+                self.loaded.turned[buffer] = order
+        for name in names:
+            if self.dtypes.setdefault(name, parameter.dtype) != parameter.dtype:
+                raise ValueError(f"{name} is loaded as {self.dtypes[name]} and {parameter.dtype}")
+        if left and buffer not in self.loaded.computed:
+            self.loaded.unfilled[buffer] = left
+            for name, dims in [*names.items()][:1]:
+                (order,) = orders
+                shape = [parameter.shape[dim] for dim in order]
+                extra = max(len(shape) - dims, 0)
+                flat = prod(shape[: extra + 1]), *shape[extra + 1 :]
+                self.padded.setdefault(name, []).append(Padded(self.rank, flat, buffer))
+
+    def told(self, checkpoint: Checkpoint) -> Loaded:
+        held = {
+            name: HeldTensor(
+                shape, NAMES[self.dtypes[name]], tuple(self.layouts[name]),
+                tuple(self.padded.get(name, ())),
+            )
+            for name, (shape, _) in checkpoint.items()
+            if name in self.layouts
+        }  # fmt: skip
+        unread = tuple(name for name in checkpoint if name not in held)
+        return self.loaded._replace(holdings=held, unread=unread)
+
+
+def _piece(
+    rank: int, buffer: str, local: Region, box: Region, shape: torch.Size
+) -> tuple[tuple[int, ...], Piece]:
+    """Return the order of a parameter's dims that is the checkpoint's, and the piece in it."""
+    behind = {b: a for a, b in zip(local.dims, box.dims, strict=True)}
+    free = [dim for dim in range(len(shape)) if dim not in behind.values()]
+    extra = max(len(shape) - len(box.sizes), 0)
+    missing = max(len(box.sizes) - len(shape), 0)  # leading dims of the checkpoint's
+    leading, free = free[:extra], free[extra:]
+    order = [*leading]
+    for dim in range(missing, len(box.sizes)):
+        order.append(behind[dim] if dim in behind else free.pop(0))
+    low = [local.low[dim] for dim in order]
+    rows = 0
+    for at, dim in zip(low[: extra + 1], order[: extra + 1], strict=True):  # leading dims, as one
+        rows = rows * shape[dim] + at
+    offset = (*(0,) * missing, rows, *low[extra + 1 :])
+    high = tuple(a + b for a, b in zip(box.low, box.sizes, strict=True))
+    return tuple(order), Piece(rank, Box(box.low, high), offset[: len(box.sizes)], buffer)
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors([*values.values()])
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _tensors(each)
+
+
+def view_of(tensor: Tensor) -> Strided:
+    return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
