@@ -53,7 +53,7 @@ def _app() -> cyclopts.App:
         help=_HELP,
         help_format="plaintext",
         version=lambda: meshwise.__version__,
-        config=(_commas, whole_numbers),
+        config=(_commas, whole_numbers, _megatrons),
         default_parameter=PLAIN,
         exit_on_error=False,
         print_error=False,
@@ -68,9 +68,9 @@ def _app() -> cyclopts.App:
 
 
 def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
-    """Split 128,256 into 128 256 in every list, except a shape, JSON and the name of an existing
-    file."""
-    for argument in arguments:
+    """Split 128,256 into 128 256 in every list, except a shape, JSON, the name of an existing file
+    and words that are another program's."""
+    for argument in (one for one in arguments if not one.parameter.allow_leading_hyphen):
         kinds = get_args(argument.hint)
         if get_origin(argument.hint) is tuple and bool not in kinds and Shape not in kinds:
             argument.tokens[:] = [
@@ -81,6 +81,17 @@ def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection)
             for token in argument.tokens:
                 if not token.value:
                     raise cyclopts.CoercionError("a place in the list is empty", token=token)
+
+
+def _megatrons(
+    _: cyclopts.App, verb: tuple[str, ...], arguments: cyclopts.ArgumentCollection
+) -> None:
+    """Refuse words after ``refit`` that are neither its flags nor Megatron's, before it starts."""
+    if verb == ("refit",):
+        from meshwise.cli import refit
+
+        rest = (argument for argument in arguments if argument.parameter.allow_leading_hyphen)
+        refit.megatrons([token.value for argument in rest for token in argument.tokens])
 
 
 def _parts(value: str) -> list[str]:

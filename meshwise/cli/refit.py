@@ -1,5 +1,7 @@
 """``meshwise refit``: Megatron's refit benchmark under its flags, and more."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,18 +11,36 @@ from cyclopts import Parameter
 import meshwise
 from meshwise.cli.options import ANY, Json, Size, alone, flags
 from meshwise.cli.output import DONE, code_of, emit, on_rank_0, say
+from meshwise.options import rules
 from meshwise.options.refit import Inference, ModelSizes, Order, RefitOptions, Training
 
 if TYPE_CHECKING:
     from meshwise.spec.refit import Forecast
 
+log = logging.getLogger("meshwise")
+
 CHANGED = 0.02  # at most this share of bf16 weights changes in a reinforcement learning step
-_OF_MEGATRON = ("--seq-length", "--max-position-embeddings", "--micro-batch-size",
-                "--transformer-impl", "--normalization", "--position-embedding-type",
-                "--tokenizer-type", "--num-workers", "--distributed-timeout-minutes")  # fmt: skip
-_SWITCHES = ("--group-query-attention", "--untie-embeddings-and-output-weights",
-             "--disable-bias-linear", "--no-load-checkpoint")  # fmt: skip
-_TAKEN = "Of Megatron's command lines, taken and left aside: weights do not depend on it."
+# Weights depend on them, and scenarios have none: said apart from flags that only trainings have.
+_SHAPES = ("--kv-channels", "--multi-latent-attention", "--add-qkv-bias", "--qk-layernorm",
+           "--moe-shared-expert-intermediate-size", "--moe-layer-freq")  # fmt: skip
+
+
+def megatrons(words: Sequence[str]) -> list[str]:
+    """Return Megatron's flags among words that are no flags of this verb; refuse other words, with
+    the nearest."""
+    from meshwise.cli import allocation
+    from meshwise.models.configured import flags as megatron
+
+    records = (RefitOptions, Training, Inference, ModelSizes)
+    own = {rule.name or name for one in records for name, rule in rules(one).items()}
+    for astray in filter(None, map(allocation.astray, words)):
+        raise ValueError(astray)
+    found = list[str]()
+    for name, behind in megatron.split(words, {f"--{one.replace('_', '-')}": "" for one in own}):
+        if not name:
+            raise ValueError(f"{behind[0]}: not understood here; --help lists what is")
+        found.append(name)
+    return found
 
 
 @Parameter(name="*")
@@ -42,8 +62,6 @@ class Typed:
     "Send only what changed: --changed, by default 0.02, of the weights."
     check: Annotated[bool, Parameter(negative="--no-check")] = True
     "Compare every destination element once, outside the timing."
-    megatron: Annotated[tuple[str, ...], Parameter(name=_OF_MEGATRON, help=_TAKEN)] = ()
-    switches: Annotated[tuple[bool, ...], Parameter(name=_SWITCHES, help=_TAKEN)] = ()
 
 
 AS_SCENARIO, AS_TRAINED, AS_MODEL, AS_TYPED, USUAL = (
@@ -52,7 +70,7 @@ AS_SCENARIO, AS_TRAINED, AS_MODEL, AS_TYPED, USUAL = (
 
 
 def refit(
-    *,
+    *others: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     asked: Annotated[RefitOptions, flags(RefitOptions)] = USUAL,
     train: Annotated[Training, flags(Training)] = AS_SCENARIO,
     infer: Annotated[Inference, flags(Inference)] = AS_TRAINED,
@@ -66,7 +84,8 @@ def refit(
     """Move a model's weights from a training to an inference layout; time and check it.
 
     Weights are synthetic, and every element is compared. --dry-run needs no GPU and says what would
-    move. In a training loop use meshwise.Refit.
+    move. In a training loop use meshwise.Refit. All flags of Megatron-LM are taken; those that
+    are not listed here are named and ignored.
 
     Parameters
     ----------
@@ -75,6 +94,7 @@ def refit(
     list_
         List the scenarios and do nothing.
     """
+    _ignore(megatrons(others))
     if list_:
         alone("--list", {name for one in (asked, train, infer, sizes) for name in one.said()})
         return _list(json)
@@ -95,6 +115,16 @@ def refit(
     if isinstance(found, list):
         return _forecasts(found, step_s, json)
     return _results(found, step_s, json)
+
+
+def _ignore(flags: list[str]) -> None:
+    """Name Megatron's flags that do nothing here, first those that weights depend on."""
+    for said, names in (
+        (", though weights depend on it", _SHAPES),
+        ("", sorted({*flags} - {*_SHAPES}, key=flags.index)),
+    ):
+        if ignored := [name for name in names if name in flags]:
+            log.info("ignored%s: %s", said, ", ".join(ignored))
 
 
 def _dtype(typed: Typed) -> str | None:

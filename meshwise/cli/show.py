@@ -1,12 +1,13 @@
 """``meshwise show``: print one of our files, or an attention pattern."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import cyclopts
+from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import PLAIN, Json, flags
-from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.cli.output import DONE, SOME_FAILED, emit, say
 from meshwise.options.price import PriceOptions
 from meshwise.options.ring import Pattern
 
@@ -24,7 +25,12 @@ show = cyclopts.App(
 
 @show.default
 def file(
-    path: str, *, node: str | None = None, costs: str = "costs.json", json: Json = False
+    path: str,
+    *,
+    node: str | None = None,
+    costs: str = "costs.json",
+    as_: Annotated[Literal["megatron", "torchtitan"] | None, Parameter(name="--as")] = None,
+    json: Json = False,
 ) -> int:
     """Print any file that Meshwise writes as tables.
 
@@ -38,7 +44,19 @@ def file(
         For a plan: follow this operation of the model, as layers.0.up, to its price and its share.
     costs
         With --node: the prices that the plan was made from.
+    as_
+        For a plan: print it as Megatron-LM's flags or as torchtitan's job file. What these do not
+        say is told in comments and on standard error.
     """
+    if as_ is not None:
+        from meshwise.verbs.configured import config
+
+        text, notes = config(path, as_)
+        if json:
+            emit({"text": text, "not_said": notes}, [], json)
+        else:
+            say(*text.splitlines())
+        return DONE
     if node is not None:
         from meshwise.verbs.show import follow, followed
 

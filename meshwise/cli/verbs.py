@@ -8,10 +8,12 @@ from cyclopts import Parameter
 import meshwise
 from meshwise.cli.options import ANY, Json, Rendezvous, Runs, Size, flags
 from meshwise.cli.output import DONE, GATE_FAILED, emit, say
+from meshwise.options import helps
 from meshwise.options.plan import PlanOptions
 from meshwise.spec.costs import LawName
 
 USUAL, ANYWHERE = PlanOptions(), Rendezvous()
+FLAGS = Parameter(help=helps(PlanOptions)["megatron_args"], allow_leading_hyphen=True)
 
 
 def detect(
@@ -116,8 +118,9 @@ def calibrate(
 
 
 def plan(
-    asked: Annotated[PlanOptions, flags(PlanOptions)] = USUAL,
+    asked: Annotated[PlanOptions, flags(PlanOptions, "megatron_args")] = USUAL,
     *,
+    megatron_args: Annotated[str | None, FLAGS] = None,
     size: Size = ANY,
     json: Json = False,
 ) -> int:
@@ -125,7 +128,7 @@ def plan(
 
     Writes plan.json. Needs no GPU. With --cluster alone, its data sheet replaces measurements.
     """
-    chosen = meshwise.plan(replace(asked, gpus=size.ranks))
+    chosen = meshwise.plan(replace(asked, megatron_args=megatron_args, gpus=size.ranks))
     from meshwise.pages import answers, tables
 
     emit(chosen, [*tables.plan(chosen), *answers.of(chosen)], json)

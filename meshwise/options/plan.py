@@ -5,6 +5,7 @@ from typing import Annotated, Literal, cast, get_args
 
 from meshwise.options import (
     PYTHON,
+    Content,
     File,
     Layouts,
     Many,
@@ -77,6 +78,13 @@ class PlanOptions(Options):
         'Price this layout instead of searching, JSON or a file of it, for example {"pp": 2, '
         '"dp": 2, "schedule": "1f1b", "num_microbatches": 4}; docs/formats.md lists the fields.'
     )
+    megatron_args: Content | None = None
+    (
+        "Price what Megatron-LM's flags say: a text of them, a file, or a script that lists them. "
+        "They give model, workload, layout and recipe; flags on which no plan depends are named."
+    )
+    torchtitan: File | None = None
+    "The same of torchtitan's job file, as llama3_8b.toml. MODEL replaces the file's flavor."
     recipe: SomeRecipe | None = None
     (
         'Plan for this recipe, JSON or a file of it as for run, for example {"weights": "bf16", '
@@ -146,7 +154,12 @@ class PlanOptions(Options):
                 raise ValueError(f"{name} = {rate}: must be > 0")
         sizing = [name for name in ("fewest", "deadline") if getattr(self, name)]
         searched = [name for name in ("what_if", "space", "measure_ties") if getattr(self, name)]
-        for name in (*sizing, *searched) if self.layout is not None else ():
+        others = [name for name in ("megatron_args", "torchtitan") if getattr(self, name)]
+        said = ("layout", "recipe", "global_batch_size", "seq_len", *reversed(others))
+        for name in said if others else ():
+            if name != others[0] and getattr(self, name) is not None:
+                raise ValueError(f"{name}: {others[0]} says it, too; leave one of them out")
+        for name in (*sizing, *searched) if self.layout is not None or others else ():
             raise ValueError(f"{name}: it searches, and a layout is given; leave one of them out")
         if sizing and self.gpus is not None:
             raise ValueError(

@@ -29,7 +29,7 @@ from meshwise.spec import (
     Workload,
 )
 from meshwise.spec.layout import SPLIT
-from meshwise.verbs import files
+from meshwise.verbs import configured, files
 from meshwise.verbs.costs import known_prices
 
 log = logging.getLogger("meshwise")
@@ -46,9 +46,12 @@ def plan(asked: PlanOptions) -> Plan:
     from meshwise import search
     from meshwise.models import catalogue
 
-    model, measured_only = asked.model, asked.measured_only
-    chosen = None if model is None else catalogue.find_any(model)
+    measured_only = asked.measured_only
+    chosen = None if asked.model is None else catalogue.find_any(asked.model)
     prices = known_prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
+    if asked.megatron_args is not None or asked.torchtitan is not None:
+        asked, prices = configured.taken(asked, prices)
+        chosen = catalogue.find_any(asked.model or "")
     recipe = prices.recipe if asked.recipe is None else files.record(asked.recipe, Recipe)
     if len(asked.backends) == 1:
         recipe = msgspec.structs.replace(recipe, attention=asked.backends[0])
@@ -56,10 +59,7 @@ def plan(asked: PlanOptions) -> Plan:
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
-    if asked.load != "mean":
-        chosen = _loaded(chosen, asked.load)
-    if asked.seq_len is not None:
-        chosen = _long_enough(chosen, asked.seq_len)
+    chosen = _long_enough(_loaded(chosen, asked.load), asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
     others = [files.record(each, Layout, "why_not") for each in asked.why_not]
     batch = asked.batches[0] if asked.batches else None
@@ -200,10 +200,10 @@ def _refit(plan: Plan, to: Path | str) -> RefitCost:
     return forecast.between_plans(plan, files.take(to, Plan), given)
 
 
-def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
+def _long_enough(model: AnyModel, seq_len: int | None) -> AnyModel:
     """Give the model positions for ``seq_len`` tokens: more rows in a GPT's table, or more rotary
     positions in other models."""
-    if isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
+    if seq_len is None or isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
         return model
     what = "table of positions" if isinstance(model, Model) else "rotary positions"
     log.info(
@@ -233,6 +233,8 @@ def _lengths(asked: PlanOptions, model: AnyModel, workload: Workload) -> list[in
 
 def _loaded(model: AnyModel, load: Literal["mean", "p95"] | float) -> AnyModel:
     """Let plans assume so many rows of the busiest rank's experts."""
+    if load == "mean":
+        return model
     experts = None if isinstance(model, WideResNet) else model.experts
     if experts is None:
         raise ValueError(f"expert_load = {load!r}: {model.name or 'the model'} has no experts")

@@ -12,8 +12,8 @@ CHAPTER = (Path(__file__).parents[2] / "docs/plan.md").read_text()
 SAMPLES = re.findall(r"```\nmeshwise (plan .*)\n\n([^`]*)```", CHAPTER)
 
 
-def test_all_three_are_found():
-    assert len(SAMPLES) == 3
+def test_all_four_are_found():
+    assert len(SAMPLES) == 4
 
 
 @pytest.mark.parametrize(
