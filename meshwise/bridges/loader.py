@@ -30,6 +30,7 @@ from meshwise.torch_private import storage_of
 
 Checkpoint = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+ZEROED = "zero_"  # the operation of a loader that puts zeros in a tensor's place
 _ATEN = torch.ops.aten
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
@@ -102,6 +103,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _ATEN.copy_.default and storage_of(args[1]) in self.origins:
             return self._copy(args[0], args[1])
+        if func._schema.is_mutable:  # in place: what it had is gone
+            self._spoil(args[0], func)
         if func is _ATEN._to_copy.default:
             kwargs |= {"device": torch.device("meta")}
         try:
@@ -116,6 +119,13 @@ class Recorder(TorchDispatchMode):
             if storage_of(each) not in self.origins:  # no view
                 self._know(each, _made(func, each, args, known))
         return made
+
+    def _spoil(self, changed: object, func: Any) -> None:
+        """Forget where elements came from that an operation changed in place."""
+        for tensor in _tensors(changed):
+            if origin := self.origins.get(storage_of(tensor)):
+                made = origin._replace(name="", computed=_name(func), copies=())
+                self.origins[storage_of(tensor)] = made
 
     def _copy(self, to: Tensor, of: Tensor) -> Tensor:
         """Note a copy, of a source that is broadcast as ``copy_`` does, and leave it undone."""
@@ -168,7 +178,7 @@ def _made(func: Any, made: Tensor, args: Any, known: list[Tensor]) -> _Origin:
         return _Origin(view, copies=tuple(zip(pieces, map(storage_of, args[0]), strict=True)))
     # what it comes from, for messages
     named = tuple(((view, view_of(each)), storage_of(each)) for each in known)
-    return _Origin(view, computed=func.name().removeprefix("aten::"), copies=named)
+    return _Origin(view, computed=_name(func), copies=named)
 
 
 class _Reading:
@@ -251,6 +261,10 @@ def _piece(
     offset = (*(0,) * missing, rows, *low[extra + 1 :])
     high = tuple(a + b for a, b in zip(box.low, box.sizes, strict=True))
     return tuple(order), Piece(rank, Box(box.low, high), offset[: len(box.sizes)], buffer)
+
+
+def _name(func: Any) -> str:
+    return str(func.name()).removeprefix("aten::")
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

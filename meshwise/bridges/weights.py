@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor, nn
 
 from meshwise.bridges.hugging_face import saved
-from meshwise.bridges.loader import NAMES, Loaded, holdings_of_loader
+from meshwise.bridges.loader import NAMES, ZEROED, Loaded, holdings_of_loader
 from meshwise.bridges.renamed import Same, renamed
 from meshwise.ranks import Ranks
 from meshwise.reshard import live
@@ -110,8 +110,11 @@ def _destination(
 
 def _check(loaded: Loaded, server: nn.Module) -> None:
     """Refuse what cannot be filled from the checkpoint alone."""
-    computed = loaded.computed.items()
-    wrong = [f"{name}: the server's loader computes it ({op})" for name, op in computed]
+    wrong = [
+        f"{name}: the server's loader computes it ({op})"
+        for name, op in loaded.computed.items()
+        if op != ZEROED  # as it is served
+    ]
     placed = {piece.buffer for held in loaded.holdings.values() for piece in held.layout}
     wrong += [
         f"{name}: not in the trainer's checkpoint" for name in loaded.unfilled if name not in placed

@@ -94,14 +94,18 @@ def test_what_is_computed_is_named_with_the_operation():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w, self.log = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+            self.w, self.log, self.bias = (nn.Parameter(torch.zeros(4)) for _ in range(3))
 
         def load_weights(self, weights):
             for name, value in weights:
+                if name == "bias":
+                    value.zero_()  # of all tp ranks one adds it
                 self.get_parameter(name).data.copy_(-torch.exp(value) if name == "log" else value)
 
-    loaded = holdings_of_loader(Scaled(), dict.fromkeys(("w", "log"), ((4,), torch.float32)))
-    assert loaded.computed == {"log": "neg"} and loaded.unread == ("log",)
+    names = ("w", "log", "bias")
+    loaded = holdings_of_loader(Scaled(), dict.fromkeys(names, ((4,), torch.float32)))
+    assert loaded.computed == {"log": "neg", "bias": "zero_"}
+    assert loaded.unread == ("log", "bias")
 
 
 def test_a_loader_that_reads_values_is_refused_by_the_tensors_name():
