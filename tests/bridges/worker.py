@@ -83,7 +83,7 @@ def filled_bytes(served: Served, path: str) -> int:
     ones = {name: torch.ones_like(tensor) for name, tensor in saved_in(path).items()}
     loaded = by_vllm(served, ones)
     restored(served, kept)
-    return sum(2 * int((tensor == 1).sum()) for tensor in loaded.values())  # bf16 on the way
+    return sum(of.element_size() * int((of == 1).sum()) for of in loaded.values())
 
 
 def saved_in(path: str) -> dict[str, torch.Tensor]:
