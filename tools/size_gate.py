@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "bridges": 921,
+    "bridges": 918,
     "cli": 1_596,
     "engine": 3_270,
     "fit": 1_407,
