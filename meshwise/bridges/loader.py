@@ -22,17 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.bridges.strides import Region, Strided, Two, pairs, through
+from meshwise.bridges.strides import Region, Strided, Two, flattened, pairs, through
 from meshwise.reshard.holdings import HeldTensor, Holdings, Padded
+from meshwise.reshard.live import NAMES
 from meshwise.reshard.regions import Box, Piece
-from meshwise.reshard.transports.copies import DTYPES
 from meshwise.torch_private import storage_of
 
 Checkpoint = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 ZEROED = "zero_"  # the operation of a loader that puts zeros in a tensor's place
 _ATEN = torch.ops.aten
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 class Loaded(NamedTuple):
@@ -255,10 +254,7 @@ def _piece(
     for dim in range(missing, len(box.sizes)):
         order.append(behind[dim] if dim in behind else free.pop(0))
     low = [local.low[dim] for dim in order]
-    rows = 0
-    for at, dim in zip(low[: extra + 1], order[: extra + 1], strict=True):  # leading dims, as one
-        rows = rows * shape[dim] + at
-    offset = (*(0,) * missing, rows, *low[extra + 1 :])
+    offset = (*(0,) * missing, *flattened(low, [shape[dim] for dim in order], extra))
     high = tuple(a + b for a, b in zip(box.low, box.sizes, strict=True))
     return tuple(order), Piece(rank, Box(box.low, high), offset[: len(box.sizes)], buffer)
 

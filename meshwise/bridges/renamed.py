@@ -7,7 +7,7 @@ weight. A checkpoint's names, a module's and Meshwise's own are tied together by
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from meshwise.bridges.strides import Region
+from meshwise.bridges.strides import Region, flattened
 from meshwise.reshard.holdings import HeldTensor, Holdings, buffers
 from meshwise.reshard.regions import Box, Piece
 
@@ -65,8 +65,5 @@ def _moved(same: Same, piece: Piece, common: Box, shape: tuple[int, ...]) -> Pie
     offset = piece.local(common).low
     extra = len(offset) - len(low)
     if extra > 0:  # leading dims of the buffer count as one
-        rows = 0
-        for at, size in zip(offset[: extra + 1], shape[: extra + 1], strict=True):
-            rows = rows * size + at
-        offset = (rows, *offset[extra + 1 :])
+        offset = flattened(offset, shape, extra)
     return Piece(piece.rank, Box(tuple(low), tuple(high)), offset, piece.buffer or same.of)

@@ -40,6 +40,14 @@ def contiguous(sizes: Sequence[int]) -> Strided:
     return Strided(0, tuple(sizes), tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes))))
 
 
+def flattened(index: Sequence[int], shape: Sequence[int], leading: int) -> tuple[int, ...]:
+    """Return an index of a tensor whose first ``leading`` + 1 dims count as one."""
+    rows = 0
+    for at, size in zip(index[: leading + 1], shape[: leading + 1], strict=True):
+        rows = rows * size + at
+    return (rows, *index[leading + 1 :])
+
+
 Two = tuple[Strided, Strided]
 
 

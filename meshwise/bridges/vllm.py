@@ -90,6 +90,7 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         self.version = self.refit().version
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Do as vLLM's own, which waits for an accelerator besides: the refit has waited."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:

@@ -12,20 +12,18 @@ import msgspec
 from torch import Tensor, nn
 
 from meshwise.bridges.hugging_face import saved
-from meshwise.bridges.loader import NAMES, ZEROED, Loaded, holdings_of_loader
+from meshwise.bridges.loader import ZEROED, Loaded, holdings_of_loader
 from meshwise.bridges.renamed import Same, renamed
 from meshwise.ranks import Ranks
-from meshwise.reshard import live
+from meshwise.reshard import checks, live
 from meshwise.reshard.holdings import HeldTensor, Holdings
 from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.weights import Refit
 
-_DTYPES = {name: dtype for name, dtype in DTYPES.items() if name != "tf32"}
-
 
 class Saved(NamedTuple):
-    """A trainer's module in its checkpoint: shapes and dtypes by name, and the same
-    elements in the module."""
+    """A trainer's module in its checkpoint: shapes and dtypes by name, and where the module has the
+    same elements."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]
     same: list[Same]
@@ -63,7 +61,7 @@ def _first(ranks: Ranks, kind: type, make: Callable[[], Any]) -> Any:
 
 def _checkpoint(module: nn.Module) -> Saved:
     shapes, same = saved(module)
-    dtypes = {name: NAMES[tensor.dtype] for name, tensor in live.named(module).items()}
+    dtypes = {name: live.NAMES[tensor.dtype] for name, tensor in live.named(module).items()}
     of = {each.name: dtypes[each.of] for each in same}
     return Saved({name: (shape, of[name]) for name, shape in shapes.items()}, same)
 
@@ -79,9 +77,9 @@ def _destination(
     def read() -> Loaded | None:
         if server is None:
             return None
-        tensors = {n: (s, _DTYPES[d]) for n, (s, d) in checkpoint.tensors.items()}
+        tensors = {n: (s, DTYPES[d]) for n, (s, d) in checkpoint.tensors.items()}
         found = holdings_of_loader(new() if new else server, tensors, rank=ranks.rank)
-        _check(found, server)
+        _check(found)
         return found
 
     mine, failed = ranks.together(read, _told)
@@ -108,7 +106,7 @@ def _destination(
     }, merged
 
 
-def _check(loaded: Loaded, server: nn.Module) -> None:
+def _check(loaded: Loaded) -> None:
     """Refuse what cannot be filled from the checkpoint alone."""
     wrong = [
         f"{name}: the server's loader computes it ({op})"
@@ -119,9 +117,7 @@ def _check(loaded: Loaded, server: nn.Module) -> None:
     wrong += [
         f"{name}: not in the trainer's checkpoint" for name in loaded.unfilled if name not in placed
     ]
-    if wrong:
-        more = f"; {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise ValueError("; ".join(wrong[:4]) + more)
+    checks.refuse(wrong)
 
 
 def _told(error: Exception) -> str | None:
@@ -132,5 +128,4 @@ def _told(error: Exception) -> str | None:
 
 
 def _refuse(failed: list[str | None]) -> None:
-    if wrong := [f"rank {rank}: {said}" for rank, said in enumerate(failed) if said]:
-        raise ValueError("; ".join(wrong[:4]))
+    checks.refuse([f"rank {rank}: {said}" for rank, said in enumerate(failed) if said])

@@ -40,7 +40,7 @@ from meshwise.torch_private import part_of, placed_by
 Model = nn.Module | Mapping[str, Tensor] | None
 Runs = list[tuple[int, int]]  # index ranges [low, high) of one dim, in the order of the buffer
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 class LocalPart(NamedTuple):
@@ -228,7 +228,7 @@ def _shares(model: Model) -> Iterator[LocalPart]:
         yield LocalPart(
             name,
             tuple(tensor.shape),
-            _NAMES[mine.dtype],
+            NAMES[mine.dtype],
             storages.setdefault(lies if mine.numel() else (id(tensor),), name),
             runs,
             Memory(tuple(mine.shape), mine.stride(), mine.itemsize, alignment_of(mine.data_ptr())),
@@ -242,9 +242,9 @@ def _check_plain(name: str, mine: Tensor) -> None:
         raise ValueError(
             f"{name} is a {type(mine).__name__}, which is no plain memory; give the tensors inside"
         )
-    if mine.dtype not in _NAMES:
+    if mine.dtype not in NAMES:
         raise ValueError(
-            f"{name} is {mine.dtype}, and only {', '.join(map(str, _NAMES))} can be moved; "
+            f"{name} is {mine.dtype}, and only {', '.join(map(str, NAMES))} can be moved; "
             "register it with persistent=False, or give a mapping without it"
         )
     if mine.is_meta:

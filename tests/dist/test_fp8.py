@@ -252,7 +252,7 @@ def test_a_block_in_fp8_runs_the_products_of_a_plan():
 
 
 def test_a_layer_measured_on_a_cpu_has_its_time_in_plans(tmp_path):
-    """Of a profile by the recipe: the layer at one size, what it consists of, and two copies."""
+    """A profile by the recipe: the layer at one size, what it consists of, and two copies."""
     cluster = Cluster(
         name="test", num_hosts=1, num_devices_per_host=1, tiers=(),
         device=Device(name="cpu", kind="cpu", memory_bytes=2**33),

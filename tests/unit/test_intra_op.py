@@ -110,7 +110,7 @@ def programmed(nodes, edges, limit):
 
 
 def check(seed):
-    """Of every limit of bytes the fastest is found, and takes what it is said to."""
+    """The fastest is found for every limit of bytes, and takes what it is said to."""
     nodes, edges = any_instance(seed)
     found = solved(nodes, edges)
     every = np.asarray([*itertools.product(*[range(len(node)) for node in nodes])])
