@@ -21,6 +21,7 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_ERROR_S = 1.0  # in which a collective notices that its peer is gone
 last_acts: list[Callable[[str], None]] = []  # called with the reason before the program quits
 
 
@@ -85,12 +86,20 @@ def blocked() -> Iterator[None]:
 @contextlib.contextmanager
 def raised(*, unless_failing: bool = False) -> Iterator[None]:
     """Raise ``Ended`` on these signals, but KeyboardInterrupt on Ctrl-C, even in a program that
-    quits at once. ``unless_failing``: not while an error is raised, which says more."""
+    quits at once. ``unless_failing``: not while an error is raised, which says more; SIGTERM, which
+    launchers send when another rank has died, waits a moment for that error."""
     failing = sys.exception()
+    again: threading.Timer | None = None
 
     def end(number: int, _: FrameType | None) -> None:
-        if unless_failing and sys.exception() is not failing:
+        nonlocal again
+        is_failing = sys.exception() is not failing
+        if unless_failing and (is_failing or (number == signal.SIGTERM and not again)):
             _put_in_order(number)  # the sender may not wait for the error
+            if not is_failing:
+                again = threading.Timer(_ERROR_S, os.kill, (os.getpid(), number))
+                again.daemon = True
+                again.start()
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
@@ -100,6 +109,8 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        if again:
+            again.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +77,17 @@ def test_an_error_on_its_way_says_more() -> None:
             raise TimeoutError
         finally:
             signal.raise_signal(TERM)
+
+
+def test_an_error_that_comes_after_the_launchers_signal_says_more() -> None:
+    with pytest.raises(TimeoutError), signals.raised(unless_failing=True):
+        signal.raise_signal(TERM)
+        raise TimeoutError
+    with pytest.raises(signals.Ended), signals.raised(unless_failing=True):
+        signal.raise_signal(TERM)
+        time.sleep(60)
+    with pytest.raises(KeyboardInterrupt), signals.raised(unless_failing=True):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_off_the_main_thread_no_handler_is_touched() -> None:
