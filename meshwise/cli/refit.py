@@ -12,7 +12,8 @@ import meshwise
 from meshwise.cli.options import ANY, Json, Size, alone, flags
 from meshwise.cli.output import DONE, code_of, emit, on_rank_0, say
 from meshwise.options import rules
-from meshwise.options.refit import Inference, ModelSizes, Order, RefitOptions, Training
+from meshwise.options.refit import Inference, ModelSizes, RefitOptions, Training
+from meshwise.spec.weights import Order
 
 if TYPE_CHECKING:
     from meshwise.spec.refit import Forecast
@@ -57,7 +58,9 @@ class Typed:
     train_order: Order = "megatron"
     "Names and order within fused tensors of training."
     inference_order: Order = "engine"
-    "The same of inference; engine is vLLM's."
+    "The same of inference; engine is vLLM's, hf and hf-fused are Hugging Face's."
+    tp: int | None = None
+    "Short for --rl-inference-tensor-model-parallel-size."
     delta: bool = False
     "Send only what changed: --changed, by default 0.02, of the weights."
     check: Annotated[bool, Parameter(negative="--no-check")] = True
@@ -103,7 +106,7 @@ def refit(
         replace(
             asked,
             train=train.said(),
-            infer=infer.said(),
+            infer=infer.said() | ({} if typed.tp is None else {"tp": typed.tp}),
             sizes=sizes.said(),
             dtype=_dtype(typed),
             orders=(typed.train_order, typed.inference_order),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from meshwise.options import PYTHON, File, Flag, Memory, Names, Options, Range, Rate, Started
+from meshwise.spec.weights import Order
 
 _Degree = Annotated[int | None, Range(1, 2**24)]
 
@@ -63,9 +64,6 @@ class ModelSizes(Options):
     "Gated feed-forwards."
 
 
-Order = Literal["plain", "megatron", "engine"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Moving(Options):
     """Weights to move, and how that is timed."""
@@ -74,6 +72,12 @@ class Moving(Options):
     "Names or numbers of the menu (--list), which options change. By default the degrees given."
     model: str | None = None
     "A name of the catalogue, as llama-3-8b, or a Hugging Face config.json or its folder."
+    source: Annotated[str | None, Flag("from")] = None
+    "In place of --model: hf:, megatron: or plain: and the model of training, as hf:DIR."
+    destination: Annotated[str | None, Flag("to")] = None
+    "With --from: vllm: or another of these and the model of inference, as vllm:DIR."
+    layout: str | None = None
+    "Degrees of training in a word each, as 'fsdp4 tp2'; x2: two replicas."
     sizes: Annotated[Mapping[str, Any] | None, PYTHON] = None
     "Other sizes of the model: fields of ``ModelSizes``."
     train: Annotated[Mapping[str, int] | None, PYTHON] = None

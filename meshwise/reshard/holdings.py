@@ -18,10 +18,11 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwise.models.decoder import ROUTER_BIAS, weights
-from meshwise.reshard.orders import Fused, Member, Order, Place, Share, buffers_of, layer_prefix
+from meshwise.reshard.orders import Fused, Member, Place, Share, buffers_of, layer_prefix
 from meshwise.reshard.regions import Layout, Piece, chunk_bounds
 from meshwise.spec import Cuts, Decoder, Model, Plan, WeightLayout
 from meshwise.spec.op import DTYPE_BYTES, Dtype
+from meshwise.spec.weights import Order
 
 # nn.GPT nests what models.decoder.weights lists flat.
 _NN_PREFIX = {
@@ -162,8 +163,10 @@ def _check(model: Decoder | Model, layout: WeightLayout) -> None:
     tp, moe = layout.tp, None if isinstance(model, Model) else model.experts
     if isinstance(model, Decoder):
         model.check_computed()
-        if layout.order != "plain" and model.norms != "before":
-            layout.fail("order", "has no names for norms after attention; use plain")
+        if layout.order in ("megatron", "engine") and model.norms != "before":
+            layout.fail("order", "has no names for norms after attention; use plain or hf")
+    elif layout.order.startswith("hf"):
+        layout.fail("order", "has no names for GPT-2's transposed weights; use plain")
     if layout.tied and not _is_tied(model):
         layout.fail("tied", "the model's embedding and head differ; use null or false")
     if moe is None and layout.ep * layout.etp > 1:
@@ -186,7 +189,7 @@ def _check(model: Decoder | Model, layout: WeightLayout) -> None:
         if layout.order == "megatron" and rows % tp:
             layout.fail("tp", f"must divide the {rows} rows of q, k and v; use another tp")
     rows = _vocab_rows(model.vocab, layout.vocab_multiple)
-    if layout.order != "plain" and rows % tp:
+    if layout.order in ("megatron", "engine") and rows % tp:
         layout.fail("vocab_multiple", f"tp = {tp} must divide the {rows} rows; use {128 * tp}")
 
 

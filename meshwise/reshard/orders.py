@@ -1,4 +1,4 @@
-"""Name a rank's buffers, what they hold and in which order, in three conventions.
+"""Name a rank's buffers, what they hold and in which order, in the conventions of ``Order``.
 
 In: the logical tensors of a layer (or of what is in no layer), and a rank's place: its share of
 tensor, expert and expert-tensor parallelism. Out: the rank's buffers, each with the pieces of the
@@ -13,19 +13,24 @@ linear_qkv holds q, k and v of one group of query heads after another. It is cut
 whole groups, or within them if tp exceeds the number of groups. linear_fc1 is a rank's gate, then
 its up. Experts are numbered from 0 on each rank, one tensor each.
 
-``engine``: vLLM's (model_executor/models/{llama,deepseek_v2,gpt2}.py, layers/fused_moe). qkv_proj
-is a rank's q, k and v. If tp exceeds kv_heads, neighbours hold the same k and v (also in
-``plain``). gate_up_proj and experts' w13 are a rank's gate, then its up. The two latent
-down-projections are one tensor that all ranks have.
+``engine``: vLLM's (0.33: model_executor/models/{llama,deepseek_v2,gpt2}.py, layers/fused_moe).
+qkv_proj is a rank's q, k and v. If tp exceeds kv_heads, neighbours hold the same k and v (as in all
+orders but ``megatron``). gate_up_proj and experts' w13 are a rank's gate, then its up. The two
+latent down-projections are one tensor that all ranks have.
+
+``hf``: Hugging Face's checkpoints, with a tensor for each expert. ``hf-fused``: the modules of
+transformers 5, which stack experts and fuse their gate and up. The names follow from what a model
+has: experts without norms of q and k, biases or shared experts are Mixtral's. Phi 3's fused q, k
+and v and GPT-2's transposed weights have no names here; ``bridges`` read them off the module.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 from meshwise.reshard.regions import Piece, chunk_bounds, cropped, moved, narrowed, whole
 from meshwise.spec import Decoder, Model
-
-Order = Literal["plain", "megatron", "engine"]
+from meshwise.spec.weights import Order
 
 
 def _by_role(roles: dict[str, str]) -> dict[str, str]:
@@ -52,8 +57,8 @@ _MEGATRON = _by_role(
         "mlp.linear_fc2.{}": "down mlp.down",
         "mlp.router.{}": "router",
         "mlp.router.expert_bias": "router.bias",
-        "mlp.experts.linear_fc1.{}": "experts.gate experts.up",  # and its number on its rank
-        "mlp.experts.linear_fc2.{}": "experts.down",
+        "mlp.experts.linear_fc1.{}{{expert}}": "experts.gate experts.up",  # its number on its rank
+        "mlp.experts.linear_fc2.{}{{expert}}": "experts.down",
         "mlp.shared_experts.linear_fc1.{}": "shared.gate shared.up",
         "mlp.shared_experts.linear_fc2.{}": "shared.down",
         "mlp.shared_experts.gate_{}": "shared_gate",
@@ -74,13 +79,67 @@ _VLLM = _by_role(
         "mlp.down_proj.{}": "down",
         "mlp.gate.{}": "router",
         "mlp.gate.e_score_correction_bias": "router.bias",
-        "mlp.experts.w13_{}": "experts.gate experts.up",
-        "mlp.experts.w2_{}": "experts.down",
+        "mlp.experts.routed_experts.w13_{}": "experts.gate experts.up",
+        "mlp.experts.routed_experts.w2_{}": "experts.down",
         "mlp.shared_experts.gate_up_proj.{}": "shared.gate shared.up",
         "mlp.shared_experts.down_proj.{}": "shared.down",
         "mlp.shared_expert_gate.{}": "shared_gate",
         "model.norm.{}": "norm",
         "lm_head.{}": "head",
+    }
+)
+_HF = _by_role(
+    {
+        "model.embed_tokens.{}": "embed",
+        "input_layernorm.{}": "norm1",
+        "post_attention_layernorm.{}": "norm2 post1",
+        "post_feedforward_layernorm.{}": "post2",
+        "self_attn.q_proj.{}": "q",
+        "self_attn.k_proj.{}": "k",
+        "self_attn.v_proj.{}": "v",
+        "self_attn.q_norm.{}": "q_norm",
+        "self_attn.k_norm.{}": "k_norm",
+        "self_attn.o_proj.{}": "out",
+        "mlp.gate_proj.{}": "gate",
+        "mlp.up_proj.{}": "up",
+        "mlp.down_proj.{}": "down",
+        "mlp.gate.{}": "router",
+        "mlp.gate.e_score_correction_bias": "router.bias",
+        "mlp.experts.{{expert}}.gate_proj.{}": "experts.gate",  # its number in the model
+        "mlp.experts.{{expert}}.up_proj.{}": "experts.up",
+        "mlp.experts.{{expert}}.down_proj.{}": "experts.down",
+        "mlp.shared_experts.gate_proj.{}": "shared.gate",
+        "mlp.shared_experts.up_proj.{}": "shared.up",
+        "mlp.shared_experts.down_proj.{}": "shared.down",
+        "mlp.shared_expert_gate.{}": "shared_gate",
+        "model.norm.{}": "norm",
+        "lm_head.{}": "head",
+    }
+)
+_HF_FUSED = _by_role(
+    {
+        "mlp.experts.gate_up_proj": "experts.gate.weight experts.up.weight",
+        "mlp.experts.gate_up_proj_bias": "experts.gate.bias experts.up.bias",
+        "mlp.experts.down_proj": "experts.down.weight",
+        "mlp.experts.down_proj_bias": "experts.down.bias",
+    }
+)
+_HF_LATENT = _by_role(
+    {
+        "self_attn.q_a_proj.{}": "q_down",
+        "self_attn.q_a_layernorm.{}": "q_norm",
+        "self_attn.q_b_proj.{}": "q_up",
+        "self_attn.kv_a_proj_with_mqa.{}": "kv_down",
+        "self_attn.kv_a_layernorm.{}": "kv_norm",
+        "self_attn.kv_b_proj.{}": "kv_up",
+    }
+)
+_MIXTRAL = _by_role(
+    {
+        "block_sparse_moe.gate.{}": "router",
+        "block_sparse_moe.experts.{{expert}}.w1.{}": "experts.gate",
+        "block_sparse_moe.experts.{{expert}}.w3.{}": "experts.up",
+        "block_sparse_moe.experts.{{expert}}.w2.{}": "experts.down",
     }
 )
 _MEGATRON_LATENT = _MEGATRON | {"q": "self_attention.linear_q_proj.{}"}
@@ -179,6 +238,8 @@ def layer_prefix(model: Decoder | Model, order: Order, layer: int, local: int) -
         return f"layers.{layer}."
     if order == "megatron":
         return f"decoder.layers.{local}."
+    if order != "engine":
+        return f"model.layers.{layer}."
     return f"transformer.h.{layer}." if isinstance(model, Model) else f"model.layers.{layer}."
 
 
@@ -195,8 +256,9 @@ def buffers_of(
             yield _grouped_qkv(name, parts, model, place)
         elif order == "engine" and role.startswith("attention.qkv."):
             yield _qkv_of_heads(name, parts[0], model, place)
-        elif order == "megatron" and role.startswith("experts."):
-            yield from _apart(_joined(name, parts, model, place, dim=1))
+        elif order in ("megatron", "hf") and role.startswith("experts."):
+            first = 0 if order == "megatron" else place.ep.of(parts[0].shape[0])[0]
+            yield from _apart(_joined(name, parts, model, place, dim=1), first)
         else:
             yield _joined(name, parts, model, place, dim=int(role.startswith("experts.")))
 
@@ -209,15 +271,37 @@ def _buffer_name(role: str, model: Decoder | Model, order: Order) -> str:
     return names[role] if role in names else names[stem].format(kind)
 
 
+@cache
 def _names(model: Decoder | Model, order: Order) -> dict[str, str]:
     mla = None if isinstance(model, Model) else model.mla
     if order == "megatron":
         return _MEGATRON_LATENT if mla else _MEGATRON
     if isinstance(model, Model):
         return _VLLM_GPT2
-    if mla is None:
-        return _VLLM
-    return _VLLM_LATENT if mla.q_lora_rank else _VLLM_LATENT_WHOLE_Q
+    if order == "engine":
+        found = _VLLM if mla is None else _VLLM_LATENT if mla.q_lora_rank else _VLLM_LATENT_WHOLE_Q
+        new_of = {"mlp.": "block_sparse_moe."} if _is_mixtral(model) else {}
+    else:
+        found, new_of = _hugging_face(model, is_fused=order == "hf-fused"), {}
+    if model.experts and model.experts.shared_gate:  # Qwen's
+        new_of["shared_experts."] = "shared_expert."
+    for old, new in new_of.items():
+        found = {role: name.replace(old, new) for role, name in found.items()}
+    return found
+
+
+def _hugging_face(model: Decoder, *, is_fused: bool) -> dict[str, str]:
+    found = _HF | (_HF_LATENT if model.mla else {})
+    if model.norms == "both":
+        found |= {"norm2": "pre_feedforward_layernorm.{}"}
+    if is_fused:
+        return found | _HF_FUSED
+    return found | (_MIXTRAL if _is_mixtral(model) else {})
+
+
+def _is_mixtral(model: Decoder) -> bool:
+    has_more = model.mla or model.qk_norm or model.qkv_bias
+    return bool(model.experts and not (has_more or model.experts.shared_ffn))
 
 
 def _joined(
@@ -269,11 +353,12 @@ def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[in
     return {}
 
 
-def _apart(stacked: Fused) -> Iterator[Fused]:
-    """Yield a buffer for each expert."""
+def _apart(stacked: Fused, first: int) -> Iterator[Fused]:
+    """Yield a buffer for each expert, numbered from ``first``."""
     for expert in range(stacked.shape[0]):
         one = stacked.rows(expert, expert + 1)
-        yield one._replace(name=f"{stacked.name}{expert}", shape=stacked.shape[1:])
+        name = stacked.name.format(expert=first + expert)
+        yield one._replace(name=name, shape=stacked.shape[1:])
 
 
 def _grouped_qkv(name: str, parts: Sequence[Member], model: Decoder | Model, place: Place) -> Fused:

@@ -10,7 +10,6 @@ from meshwise.spec.weights import WeightLayout
 
 Mode = Literal["collocated", "non-collocated"]
 Verify = Literal["hash", "full", "off"]
-Order = Literal["plain", "megatron", "engine"]
 
 
 class Resharding(Record, kw_only=True, tag_field="op", tag="resharding"):

@@ -6,6 +6,8 @@ from typing import Literal
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import Count, NonNegative, Record
 
+Order = Literal["plain", "megatron", "engine", "hf", "hf-fused"]
+
 
 class WeightLayout(Record, kw_only=True):
     """Degrees of the axes and the order within fused tensors.
@@ -34,7 +36,7 @@ class WeightLayout(Record, kw_only=True):
     first_rank: NonNegative = 0
     vocab_multiple: Count = 1
     tied: bool | None = None
-    order: Literal["plain", "megatron", "engine"] = "plain"
+    order: Order = "plain"
     dtype: Dtype = "bf16"
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -18,7 +19,7 @@ import msgspec
 from meshwise.files import append_line
 from meshwise.launcher import Job
 from meshwise.models import catalogue
-from meshwise.models.decoder import published_parameters
+from meshwise.models.decoder import published_parameters, weights
 from meshwise.options import keywords
 from meshwise.options.refit import ModelSizes, RefitOptions, Training
 from meshwise.pages import refit as page
@@ -27,7 +28,8 @@ from meshwise.probe.cases import refit as cases
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding
 from meshwise.spec.label import label
 from meshwise.spec.op import Dtype
-from meshwise.spec.refit import Forecast, Mode, Order, Scenario
+from meshwise.spec.refit import Forecast, Mode, Scenario
+from meshwise.spec.weights import Order
 from meshwise.text import plain
 from meshwise.units import parse_bytes
 from meshwise.verbs import files, forecast, measure, memory, world
@@ -37,6 +39,9 @@ log = logging.getLogger("meshwise")
 
 MOST_RANKS = 4096  # a plan for so many takes a minute, not hours
 MOST_BYTES = 2**50  # limit of a cap and of a model
+STACKS: dict[str, Order] = {  # and the order of weights in them
+    "hf": "hf-fused", "megatron": "megatron", "vllm": "engine", "plain": "plain",
+}  # fmt: skip
 LAPTOP = "h200-hgx"  # a dry run's cluster if none is named, or if cluster.toml has no links
 
 
@@ -46,6 +51,7 @@ def refit(asked: RefitOptions) -> Path | list[Forecast]:
     what would move for each scenario and mode, without torch. Positional arguments are names of
     scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
     """
+    asked = _of_stacks(asked)
     _check(asked)
     cap_bytes = _cap_bytes(asked.cap)
     tasks = [
@@ -61,6 +67,46 @@ def refit(asked: RefitOptions) -> Path | list[Forecast]:
         return found
     machine = measure.machine_of(asked.cluster, asked.nproc, keep=True)
     return _measure_all(_cases(tasks, machine, asked), machine, asked)
+
+
+def _of_stacks(asked: RefitOptions) -> RefitOptions:
+    """Replace ``source``, ``destination`` and ``layout`` by the options that they stand for."""
+    if asked.layout is not None:
+        layout = cases.degrees(asked.layout)
+        if twice := [axis for axis in asked.train or () if axis in layout]:
+            raise ValueError(f"layout = {asked.layout!r}: {twice[0]} is given twice")
+        asked = replace(asked, train={**layout, **(asked.train or {})}, layout=None)
+    ends = {"from": asked.source, "to": asked.destination}
+    if not any(ends.values()):
+        return asked
+    (of, name), (to, other) = (_end(flag, text) for flag, text in ends.items())
+    models = catalogue.find(name), catalogue.find(other)
+    if clash := next((n for n in ("model", "scenario") if getattr(asked, n)), None):
+        raise ValueError(
+            f"{clash} = {getattr(asked, clash)!r}: --from names the model; leave it out"
+        )
+    if weights(models[0]) != weights(models[1]):
+        fields = (field for field in models[0].__struct_fields__ if field != "name")
+        pairs = ((field, *(getattr(each, field, None) for each in models)) for field in fields)
+        field, here, there = next(each for each in pairs if each[1] != each[2])
+        raise ValueError(
+            f"{field} = {here} of {asked.source} and {there} of {asked.destination}: must be "
+            "equal, since one model's weights move"
+        )
+    one = {"tp": 1}
+    asked = replace(asked, train=asked.train or one, infer=asked.infer or one)
+    return replace(asked, model=name, orders=(of, to), source=None, destination=None)
+
+
+def _end(flag: str, text: str | None) -> tuple[Order, str]:
+    """Parse ``stack:model``."""
+    if text is None:
+        raise ValueError(f"{flag} = null: --from and --to go together")
+    stack, _, name = text.partition(":")
+    if stack not in STACKS or not name:
+        known = ", ".join(f"{each}:MODEL" for each in STACKS)
+        raise ValueError(f"{flag} = {text!r}: must be one of {known}")
+    return STACKS[stack], name
 
 
 class _Task(NamedTuple):

@@ -11,6 +11,7 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -34,6 +35,16 @@ MODELS: dict[str, tuple[PretrainedConfig, str]] = {
     "qwen3": (Qwen3Config(**SMALL), "Qwen3ForCausalLM"),
     "gemma2": (Gemma2Config(**SMALL), "Gemma2ForCausalLM"),
     "mixtral": (MixtralConfig(**SMALL, num_local_experts=4), "MixtralForCausalLM"),
+    "qwen2-moe": (
+        Qwen2MoeConfig(
+            **WITHOUT_HEAD_DIM,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+        ),
+        "Qwen2MoeForCausalLM",
+    ),
     "qwen3-moe": (
         Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
         "Qwen3MoeForCausalLM",

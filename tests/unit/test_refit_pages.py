@@ -356,6 +356,24 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
     assert done.stdout.split() == [str(halves), "3", "bf16"]
 
 
+def test_stacks_name_the_orders_and_no_library_is_needed(tmp_path, capsys):
+    """FSDP2 over 2 ranks to vLLM's tp 2: each lacks what the other has of its half."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = f"--from hf:{tmp_path} --layout fsdp2 --to vllm:{tmp_path} --tp 2 --dry-run --json"
+    assert call("refit", *flags.split()) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["op"]["source"]["order"] == "hf-fused"
+    assert (found["op"]["destination"]["order"], found["op"]["destination"]["tp"]) == ("engine", 2)
+    by_rows = 0  # q, k, v, gate, up and the tables: rank r's rows are tp's
+    by_columns = 64 * 64 + 64 * 128  # out and down: half of rank r's columns is with the other
+    norms = 3 * 64
+    assert found["wire_bytes"] == 2 * (2 * (by_rows + by_columns // 4 + norms // 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -388,6 +406,15 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
         ("--scenario tp2-tp4 --cluster none.toml --dry-run", "none.toml does not exist"),
         ("--tensor-model-parallel-size 3 --dry-run", "must divide the model's heads = 8"),
         ("--refit-method mpi", "--refit-method"),
+        ("--from hf:llama-3-8b --dry-run", "to = null: --from and --to go together"),
+        ("--from hf --to vllm:llama-3-8b", "from = 'hf': must be one of hf:MODEL, "),
+        ("--from hf:gpt-30m --to vllm:gpt-125m", "of hf:gpt-30m and"),
+        ("--from hf:gpt-30m --to vllm:gpt-30m", "has no names for GPT-2's"),
+        ("--from hf:llama-3-8b --to vllm:llama-3-70b", "hidden = 4096 of hf:llama-3-8b and"),
+        ("--from hf:llama-3-8b --to vllm:llama-3-8b --model gpt-30m", "--from names the model"),
+        ("--from hf:llama-3-8b --to vllm:llama-3-8b --layout fsdp", "'fsdp' must be one of tp, pp"),
+        ("--from hf:llama-3-8b --to vllm:llama-3-8b --tp 0", "tp = 0: must be >= 1"),
+        ("--scenario tp2-tp1 --layout tp2 --tensor-model-parallel-size 4", "tp is given twice"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):

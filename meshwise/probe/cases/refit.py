@@ -16,13 +16,13 @@ from meshwise import files, store
 from meshwise.models import catalogue
 from meshwise.spec import Decoder, Experts, Model
 from meshwise.spec.op import Dtype
-from meshwise.spec.refit import Mode, Order, Scenario, Side
-from meshwise.spec.weights import WeightLayout
+from meshwise.spec.refit import Mode, Scenario, Side
+from meshwise.spec.weights import Order, WeightLayout
 
 
 def _vocab_multiple(order: Order, tp: int) -> int:
     """Return the multiple to which embedding and head are padded: Megatron 128 x tp, vLLM 64."""
-    return {"megatron": 128 * tp, "engine": lcm(64, tp), "plain": 1}[order]
+    return {"megatron": 128 * tp, "engine": lcm(64, tp)}.get(order, 1)
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def scenarios() -> dict[str, Scenario]:
         for name, model, train, infer, mode, dtype in group["listed"]:
             found[name] = Scenario(
                 name=name, about=group["about"], model=_model(model, data["models"]),
-                train=_side(train), infer=_side(infer), mode=mode, dtype=dtype,
+                train=Side(**degrees(train)), infer=Side(**degrees(infer)), mode=mode, dtype=dtype,
             )  # fmt: skip
     return found
 
@@ -48,13 +48,19 @@ def _model(name: str, models: dict[str, dict[str, Any]]) -> Model | Decoder:
     return store.convert(fields, Decoder, f"model {name}")
 
 
-def _side(text: str) -> Side:
-    """Parse a side: ``tp2 pp2 x3`` is degrees, and x the replicas."""
-    degrees: dict[str, int] = {}
-    for word in text.split():
+def degrees(text: str) -> dict[str, int]:
+    """Parse degrees: ``tp2 pp2 x3``, where x is the replicas."""
+    found: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
         axis = word.rstrip("0123456789")
-        degrees["replicas" if axis == "x" else axis] = int(word[len(axis) :])
-    return Side(**degrees)
+        field = "replicas" if axis == "x" else axis
+        if field not in Side.__struct_fields__ or field in found or not word[len(axis) :]:
+            raise ValueError(
+                f"layout = {text!r}: {word!r} must be one of tp, pp, ep, etp, fsdp and x "
+                "(replicas), once, with a number, as tp2"
+            )
+        found[field] = int(word[len(axis) :])
+    return found
 
 
 _BASIC = (
