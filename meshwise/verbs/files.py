@@ -80,9 +80,9 @@ def record(given: T | Path | str, kind: type[T], name: str = "") -> T:
     return store.parse(text, kind, name) if text.lstrip()[0] == "{" else store.read(text, kind)
 
 
-def several(value: T2 | tuple[T2, ...]) -> tuple[T2, ...]:
-    """Return a tuple as it is, and a single value as a tuple of one."""
-    return value if isinstance(value, tuple) else (value,)
+def several(value: T2 | tuple[T2, ...] | list[T2]) -> tuple[T2, ...]:
+    """Return a tuple or list as a tuple, and a single value as a tuple of one."""
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def announce(path: Path | str, what: str = "") -> None:
