@@ -16,7 +16,7 @@ STORED = Path(__file__).parents[1] / "benchmarks" / "2026-11-28-uneven"
 
 
 def main() -> None:
-    runs = sys.argv[1:] or sorted(path.parent for path in STORED.rglob("run.json"))
+    runs = sys.argv[1:] or sorted(str(path.parent) for path in STORED.rglob("run.json"))
     costs = meshwise.calibrate(tuple(runs), out="prices.json")
     print(f"{costs.cluster.name}: {len(costs.curves)} curves, {len(costs.surfaces)} surfaces")
     for curve in costs.curves:
