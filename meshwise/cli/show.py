@@ -37,9 +37,10 @@ def file(
     Parameters
     ----------
     path
-        cluster.toml, costs.json, plan.json; a run: its directory, run.json or samples.jsonl; its
-        phases.json or nccl_check.json; a checkpoint's folder, all of which is verified (exit code
-        4 if any of it is damaged), or its checkpoint.json alone.
+        cluster.toml, costs.json, plan.json; a run: its directory, run.json, samples.jsonl or
+        steps.jsonl; its phases.json or nccl_check.json; a checkpoint's folder, all of which is
+        verified (exit code 4 if any of it is damaged), or its checkpoint.json alone; a model's
+        config.json. Or a name: of a cluster that comes along, as h100-hgx, or of a model.
     node
         For a plan: follow this operation of the model, as layers.0.up, to its price and its share.
     costs

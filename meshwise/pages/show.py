@@ -2,11 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
-from meshwise.pages import answers, health, prices, samples, steps, tables
+from meshwise.pages import answers, health, models, prices, samples, steps, tables
 from meshwise.pages.table import Table, filled, grouped, listed, size, span
-from meshwise.spec import Case, Cluster, Costs, Plan, Record, RunInfo, Sample
+from meshwise.spec import (
+    AnyModel,
+    Case,
+    Cluster,
+    Costs,
+    Plan,
+    Record,
+    RunInfo,
+    Sample,
+    StepLine,
+)
 from meshwise.spec.checkpoint import Damage, Verified
 from meshwise.spec.label import label
 from meshwise.spec.phases import ADDENDS, Phases
@@ -43,7 +53,14 @@ class StoredRun(Record, kw_only=True):
     samples: tuple[Sample, ...]
 
 
-Shown = Cluster | Costs | Plan | StoredRun | Phases | TraceCheck | Verified
+class StoredSteps(Record, kw_only=True):
+    """The finished steps of a training, also of one that was interrupted."""
+
+    run_id: str
+    steps: tuple[StepLine, ...]
+
+
+Shown = Cluster | Costs | Plan | StoredRun | StoredSteps | Phases | TraceCheck | Verified | AnyModel
 
 
 def of(record: Shown) -> list[Table]:
@@ -57,6 +74,18 @@ def of(record: Shown) -> list[Table]:
     if info.plan is None:
         return samples.run(info, measured)
     return [state, *steps.tables([steps.result(info, list(measured))])]
+
+
+def training(found: StoredSteps) -> Table:
+    """Show each step's time and loss."""
+    return listed(
+        f"Steps of {found.run_id}",
+        found.steps,
+        ("step", "step"),
+        ("time", "time_s", format_seconds),
+        ("loss", "loss", "{:.4f}".format),
+        legend=("On rank 0's clock, of rank 0's rows.",),
+    )
 
 
 def phases(found: Phases) -> Table:
@@ -201,6 +230,8 @@ def _differences(check: TraceCheck) -> list[str]:
 
 _TABLES: dict[type, Callable[[Any], list[Table]]] = {
     Verified: checkpoint,
+    StoredSteps: lambda found: [training(found)],
+    **dict.fromkeys(get_args(AnyModel), models.of),
     Phases: lambda found: [phases(found)],
     TraceCheck: trace,
     Cluster: tables.cluster,

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwise import store
+from meshwise import machine, store
+from meshwise.models import catalogue
 from meshwise.options import keywords
 from meshwise.options.ring import Pattern
-from meshwise.pages.show import Shown, StoredRun
+from meshwise.pages.show import Shown, StoredRun, StoredSteps
 from meshwise.pages.table import Table, listed, percent
-from meshwise.spec import Case, Cluster, Costs, Plan
+from meshwise.spec import AnyModel, Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label
 from meshwise.spec.long_attention import Dilation, LongAttention
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from meshwise.search.explain import Explained
 
 KINDS = (
-    "cluster.toml, costs.json, plan.json, a run directory, run.json, samples.jsonl, phases.json, "
-    "nccl_check.json, or a checkpoint's folder"
+    "cluster.toml, costs.json, plan.json, a run directory, run.json, samples.jsonl, steps.jsonl, "
+    "phases.json, nccl_check.json, a checkpoint's folder, a config.json, or the name of a cluster "
+    "or a model, as h100-hgx or llama-3-8b"
 )
 log = logging.getLogger("meshwise")
 
@@ -50,12 +52,15 @@ _TOLD_EVERY_S = 10.0
 
 def show(path: Path | str) -> Shown:
     """Return the record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory,
-    run.json or samples.jsonl), phases.json, nccl_check.json, or a checkpoint. For a checkpoint's
-    folder all data are verified, for its checkpoint.json none. A file is recognised by its fields,
-    not by its name."""
+    run.json, samples.jsonl or steps.jsonl), phases.json, nccl_check.json, a checkpoint, or a
+    model's config.json. Or the record of a name: a cluster that comes with Meshwise, a model of the
+    catalogue. For a checkpoint's folder all data are verified, for its checkpoint.json none. A file
+    is recognised by its fields, not by its name."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path} does not exist; show can read {KINDS}")
+        return _named(str(path))
+    if path.name == "steps.jsonl":
+        return StoredSteps(run_id=path.parent.name, steps=tuple(store.steps(path.parent)))
     if path.name in ("run.json", "samples.jsonl") or (path / "run.json").exists():
         info, samples = files.load(path)
         return StoredRun(info=info, samples=tuple(samples))
@@ -73,7 +78,21 @@ def show(path: Path | str) -> Shown:
     for name, kind in _KINDS.items():
         if name in fields:
             return store.read(path, kind)
+    if "model_type" in fields or "family" in fields or (path / "config.json").exists():
+        return catalogue.find_any(str(path))
     raise ValueError(f"{path} is no file that Meshwise writes; show reads {KINDS}")
+
+
+def _named(name: str) -> Cluster | AnyModel:
+    """Return a cluster that comes with Meshwise, or a model of the catalogue."""
+    clusters, models = machine.shipped(), catalogue.all_names()
+    if name in clusters:
+        return files.take(name, Cluster)
+    if name in models:
+        return catalogue.find_any(name)
+    near = difflib.get_close_matches(name, [*clusters, *models], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"show reads {KINDS}"
+    raise ValueError(f"{name} does not exist; {hint}")
 
 
 def _verified(path: Path) -> Verified:

@@ -176,9 +176,9 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("compare a b", "a is not a run directory"),
         ("compare a b c", "compare takes two runs, but 3 are given"),
         ("report", "nothing to report"),
-        ("show nothing.json", "nothing.json does not exist; show can read cluster.toml"),
-        ("show run.json", "run.json does not exist; show can read cluster.toml"),
-        ("show none/samples.jsonl", "none/samples.jsonl does not exist; show can read"),
+        ("show nothing.json", "nothing.json does not exist; show reads cluster.toml"),
+        ("show run.json", "run.json does not exist; show reads cluster.toml"),
+        ("show none/samples.jsonl", "none/samples.jsonl does not exist; show reads"),
         ("detect --peak bf16", "write dtype=FLOP/s, as in bf16=990e12"),
     ],
 )  # fmt: skip
