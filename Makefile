@@ -6,7 +6,7 @@ STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 APT := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends
 
-.PHONY: help venv test test-all test-bridges test-hosts test-ray test-slow test-slurm fuzz faults check pictures demo clean always
+.PHONY: help venv test test-all test-bridges test-hosts test-ray test-slow test-slurm fuzz faults check pictures reference demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -63,7 +63,7 @@ fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=
 faults: .venv/stamp ## strike 200 jobs with signals, going on where it stopped: ./faults (OUT=...)
 	@$(VENV) -m tests.faults --count 200 --out $(or $(OUT),faults)
 
-check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling
+check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling, the reference
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
@@ -71,10 +71,14 @@ check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling
 	$(VENV) tools/size_gate.py
 	$(VENV) tools/docstrings.py
 	$(VENV) -m codespell_lib
+	PYTHONPATH=. $(VENV) tools/reference.py reference
 
 pictures: .venv/stamp ## draw the pictures of docs/calibrate.md and docs/search.md anew
 	@PYTHONPATH=. $(VENV) tools/pictures.py
 	@PYTHONPATH=. $(VENV) tools/search_pictures.py
+
+reference: .venv/check-stamp ## write the reference of the Python API from its docstrings: ./reference
+	@PYTHONPATH=. $(VENV) tools/reference.py reference
 
 demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: ./demo/report.html
 	@mkdir -p demo && cd demo && begin=$$(date +%s) && \
@@ -87,4 +91,4 @@ demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: .
 	echo "demo: $$(($$(date +%s) - begin)) s in all; open demo/report.html"
 
 clean: ## remove .venv, caches and the demo
-	rm -rf .venv .venv-bridges demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bridges demo reference .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
