@@ -1,16 +1,23 @@
-"""Statistics of repeated timings: intervals without an assumed distribution, four verdicts.
+"""Statistics of repeated timings: intervals without an assumed distribution, verdicts, changes.
 
-Comparisons remove no outlier. The median's interval comes from order statistics (Hahn & Meeker,
-Statistical Intervals, 5.2): the k-th smallest and k-th largest value, with k the largest number
-for which Binomial(n, 1/2) leaves at most 2.5 % below it. It treats all times as independent.
+The median's interval comes from order statistics (Hahn & Meeker, Statistical Intervals, 5.2): the
+k-th smallest and k-th largest value, with k the largest number for which Binomial(n, 1/2) leaves at
+most 2.5 % below it. It treats all times as independent.
 
-A comparison does not, since a step takes about as long as the one before. The lag-1 autocorrelation
-r of the ranks, with its bias removed (Kendall 1954: r = rho - (1 + 4 rho)/n), gives the number of
-independent times that n times are worth: m = n (1 - rho)/(1 + rho). The median's standard error
-comes from a stationary bootstrap (Politis & Romano 1994). Its block length is the best one for an
-AR(1) series (Politis & White 2004): (2 rho/(1 - rho^2))^(2/3) n^(1/3). Block ends cut off some
-correlation; the share that an AR(1) series loses this way is added back. The interval of the
-ratio's logarithm is that error times t with m - 1 degrees of freedom, at least 1.
+A comparison has launches on each side, and removes no outlier. A side's time is the geometric mean
+of its launches' medians. Its error is that of a hierarchical bootstrap which draws launches and
+keeps the times of each: drawing these too counts their variation twice (Davison & Hinkley 1997,
+3.8). For a mean that needs no drawing: the variance of the n log medians, over n. The interval of
+the ratio's logarithm is the error times t, with Welch's degrees of freedom, of n - 1 a side.
+
+A single launch does not show how far launches are apart: ``LAUNCH_SPREAD`` is assumed, and what is
+drawn are its times. The median of m drawn times is the launch's U-th quantile, U ~ Beta((m + 1)/2,
+(m + 1)/2), so it is drawn at once. Steps resemble the one before, so m is the number of independent
+times: n (1 - rho)/(1 + rho), with rho the lag-1 autocorrelation r of the ranks without its bias
+(Kendall 1954: r = rho - (1 + 4 rho)/n).
+
+Changes in a series are found by binary segmentation (Vostrikova 1981): the split with the largest
+CUSUM, kept if fewer than 1 % of random orders of the same values have a larger one.
 """
 
 import math
@@ -21,7 +28,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 FEWEST = 6  # values that a 95 % interval of a median needs
-TOLERANCE = 0.01
+THRESHOLD = 0.01
+LAUNCH_SPREAD = 0.1  # standard deviation of a launch's median, where there is one launch
+MOST_RATIO = 1e6  # and 1e-6: ends of an interval that says nothing
 GMAE_FLOOR = 4e-4  # half a unit of the third decimal that PARAM prints
 ERROR_EDGES = (
     0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0
@@ -29,16 +38,17 @@ ERROR_EDGES = (
 _RESAMPLES = 1000
 
 Verdict = Literal["same", "faster", "slower", "unclear"]
+Launches = Sequence[Sequence[float]]  # of each the times, in the order of measurement
 
 
 class MedianRatio(NamedTuple):
-    """A comparison. ``ratio`` = median(b)/median(a); below 1, b is faster. ``low`` to ``high``: its
-    95 % interval or, for fewer than 6 values, the range of ratios of single values."""
+    """A comparison. ``a``, ``b``: times. ``ratio``: b/a, with its 99 % interval."""
 
+    a: float
+    b: float
     ratio: float
     low: float
     high: float
-    interval: Literal["95 %", "range"]
     verdict: Verdict
 
 
@@ -73,41 +83,55 @@ def tamed_mean(values: Sequence[float]) -> float:
     return float(np.clip(ordered, ordered[k], ordered[n - 1 - k]).mean())
 
 
-def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERANCE) -> MedianRatio:
-    """Tell whether ``b`` is faster than ``a`` by more than ``tolerance``.
+def compare(a: Launches, b: Launches, *, threshold: float = THRESHOLD) -> MedianRatio:
+    """Tell whether ``b`` is faster than ``a``. Times must be in the order of measurement.
 
-    Values must be in the order of measurement.
-
-    ``same``: the interval is within the tolerance of 1. ``faster``, ``slower``: it is beyond. Fewer
-    than 6 values are never faster or slower.
+    ``same``: the interval is within the threshold of 1. ``slower``: it is above 1, and the ratio is
+    beyond the threshold; ``faster``: the same of a/b. ``unclear``: neither, or a side has fewer
+    than 6 times.
     """
-    sides = [np.asarray(values, float) for values in (a, b)]
-    ratio = median_interval(b)[0] / median_interval(a)[0]
-    few = min(len(a), len(b)) < FEWEST
-    low, high = (min(b) / max(a), max(b) / min(a)) if few else _interval(ratio, *sides)
-    verdict: Verdict = "unclear"
-    if 1 - tolerance <= low and high <= 1 + tolerance:
-        verdict = "same"
-    elif not few and (high < 1 - tolerance or low > 1 + tolerance):
-        verdict = "faster" if ratio < 1 else "slower"
-    return MedianRatio(ratio, low, high, "range" if few else "95 %", verdict)
-
-
-def _interval(ratio: float, *sides: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of the medians."""
     from scipy.special import stdtrit
 
-    rho = [_autocorrelation(values) for values in sides]
-    independent = min(len(x) * (1 - r) / (1 + r) for x, r in zip(sides, rho, strict=True))
-    variance = sum(_variance(x, r) for x, r in zip(sides, rho, strict=True))
-    factor = math.exp(stdtrit(max(independent - 1, 1.0), 0.975) * math.sqrt(variance))
-    return ratio / factor, ratio * factor
+    (log_a, of_a), (log_b, of_b) = map(_side, (a, b))
+    parts = [(of_a, len(a)), (of_b, len(b))]
+    variance, apart = of_a + of_b, sum(x**2 / (n - 1) for x, n in parts if n > 1)
+    freedom = variance**2 / apart if apart else math.inf
+    most = math.log(MOST_RATIO)
+    half = min(float(stdtrit(min(freedom, 1e6), 0.995)) * math.sqrt(variance), most)
+    change, limit = log_b - log_a, math.log1p(threshold)
+    verdict: Verdict = "unclear"
+    if min(sum(map(len, side)) for side in (a, b)) < FEWEST:
+        pass
+    elif abs(change) + half <= limit:
+        verdict = "same"
+    elif abs(change) > max(half, limit):
+        verdict = "faster" if change < 0 else "slower"
+    ratio, low, high = np.exp(np.clip([change, change - half, change + half], -most, most))
+    return MedianRatio(
+        math.exp(log_a), math.exp(log_b), float(ratio), float(low), float(high), verdict
+    )
+
+
+def _side(launches: Launches) -> tuple[float, float]:
+    """Return the mean of the launches' log medians, and its variance. The seed of what is drawn is
+    fixed, so a comparison is reproducible."""
+    each = [np.asarray(times, float) for times in launches]
+    logs = np.log([np.median(times) for times in each])
+    if len(logs) > 1:
+        return float(logs.mean()), float(logs.var(ddof=1)) / len(logs)
+    (times,), n = each, len(each[0])
+    rho = _autocorrelation(times)
+    half = (max(n * (1 - rho) / (1 + rho), 1.0) + 1) / 2
+    places = np.random.default_rng(0).beta(half, half, _RESAMPLES) * n
+    drawn = np.log(np.sort(times)[places.astype(int)])
+    return float(logs[0]), float(drawn.var()) + LAUNCH_SPREAD**2
 
 
 def _autocorrelation(values: np.ndarray) -> float:
-    """Return rho of the AR(1) series with the same rank correlation; 0 if all values are equal."""
+    """Return rho of the AR(1) series with the same rank correlation; 0 if all values are equal, or
+    too few."""
     n = len(values)
-    if values.min() == values.max():
+    if n < FEWEST or values.min() == values.max():
         return 0.0
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # ties share a rank
@@ -116,22 +140,33 @@ def _autocorrelation(values: np.ndarray) -> float:
     return min(max((n * r + 1) / (n - 4), 0.0), 0.99)
 
 
-def _variance(values: np.ndarray, rho: float) -> float:
-    """Return the variance of the median's logarithm, by a stationary bootstrap. Its seed is fixed,
-    so a comparison is reproducible."""
-    n, rng, medians = len(values), np.random.default_rng(0), list[float]()
-    block = min(max((2 * rho / (1 - rho**2)) ** (2 / 3) * n ** (1 / 3), 1.0), n / 3)
-    shape = max(1, min(_RESAMPLES, 2**20 // n)), n
-    while len(medians) < _RESAMPLES:
-        begins = rng.random(shape) < 1 / block
-        begins[:, 0] = True
-        since = np.maximum.accumulate(np.where(begins, np.arange(n), 0), axis=1)
-        start = np.take_along_axis(rng.integers(0, n, shape), since, axis=1)
-        drawn = values[(start + np.arange(n) - since) % n]
-        medians += np.median(drawn, axis=1).tolist()
-    kept = rho * (1 - 1 / block)  # correlation that blocks keep
-    lost: float = (1 + rho) / (1 - rho) * (1 - kept) / (1 + kept)
-    return lost * float(np.log(medians).var())
+def changes(values: Sequence[float], *, threshold: float = THRESHOLD) -> list[int]:
+    """Return the places where a new level of positive values begins. Both levels have at least two
+    values, and their medians differ by more than ``threshold``."""
+    return _split(np.log(np.asarray(values, float)), 0, math.log1p(threshold))
+
+
+def _split(logs: np.ndarray, begin: int, limit: float) -> list[int]:
+    n = len(logs)
+    if n < 4:
+        return []
+    first = np.arange(2, n - 1)  # length of the first part
+    scale = np.sqrt(n / (first * (n - first)))
+    centred = logs - logs.mean()
+
+    def cusum(rows: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.abs(np.cumsum(rows, axis=-1)[..., first - 1]) * scale
+        return found
+
+    orders = np.random.default_rng(0).permuted(np.tile(centred, (_RESAMPLES - 1, 1)), axis=1)
+    found = cusum(centred)
+    larger = (cusum(orders).max(axis=1) >= found.max() * (1 - 1e-9)).sum()
+    at = int(first[found.argmax()])
+    step = abs(float(np.median(logs[at:]) - np.median(logs[:at])))
+    if (larger + 1) / _RESAMPLES >= 0.01 or step <= limit:
+        return []
+    before, after = logs[:at], logs[at:]
+    return [*_split(before, begin, limit), begin + at, *_split(after, begin + at, limit)]
 
 
 def share_interval(count: int, total: int) -> tuple[float, float]:

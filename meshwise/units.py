@@ -84,6 +84,18 @@ def some_rate(name: str, given: str | float) -> float:
     return found
 
 
+def parse_share(given: str | float, name: str) -> float:
+    """Read ``"2%"`` or 0.02 for the option ``name``. It must be above 0 and below 1."""
+    number, percent, rest = str(given).partition("%")
+    try:
+        found = float(number) / (100 if percent else 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1 or rest.strip():
+        raise ValueError(f"{name} = {given!r}: must be a share, as 2% or 0.02")
+    return found
+
+
 def format_bytes(size_bytes: float) -> str:
     """Show binary units with one decimal: ``3.1 GiB``."""
     value, sign = abs(float(size_bytes)), "-" if size_bytes < 0 else ""

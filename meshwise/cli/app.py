@@ -40,11 +40,11 @@ _VERBS = {
     "plan": "Find the fastest layout that fits; writes plan.json.",
     "run": "Execute a plan: predicted beside measured; writes a run directory.",
     "refit": "Move weights between layouts: how fast, bounded by what, checked.",
-    "compare": "Compare two runs: ratio, interval, verdict.",
+    "compare": "Compare launches: ratio, interval, verdict; or follow them over time.",
     "report": "Write all of it as one self-contained page.",
     "show": "Print any file that Meshwise writes as tables.",
 }
-_MODULES = ("measure", "run", "refit", "show")  # the other verbs share ``verbs``
+_MODULES = ("measure", "run", "refit", "compare", "show")  # the other verbs share ``verbs``
 
 
 def _app() -> cyclopts.App:

@@ -1,4 +1,4 @@
-"""``meshwise detect``, ``calibrate``, ``plan``, ``compare`` and ``report``: parse, call, print."""
+"""``meshwise detect``, ``calibrate``, ``plan`` and ``report``: parse, call, print."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, Json, Rendezvous, Runs, Size, flags
-from meshwise.cli.output import DONE, GATE_FAILED, emit, say
+from meshwise.cli.output import DONE, emit, say
 from meshwise.options import helps
 from meshwise.options.plan import PlanOptions
 from meshwise.spec.costs import LawName
@@ -133,37 +133,6 @@ def plan(
 
     emit(chosen, [*tables.plan(chosen), *answers.of(chosen)], json)
     return DONE
-
-
-def compare(
-    a: str,
-    b: str,
-    *more: Annotated[str, Parameter(show=False)],
-    fail_if: str | None = None,
-    force: bool = False,
-    json: Json = False,
-) -> int:
-    """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case, or
-    of the steps of two layouts of one model.
-
-    Parameters
-    ----------
-    a
-        The run directory to compare with.
-    b
-        The run directory to judge.
-    fail_if
-        Exit with code 3 if a case is, for example, 'slower>5%'.
-    force
-        Compare across timing methods and regimes.
-    """
-    if more:
-        raise ValueError(f"compare takes two runs, but {2 + len(more)} are given: name two")
-    comparison = meshwise.compare(a, b, fail_if=fail_if, force=force)
-    from meshwise.pages.compare import table
-
-    emit(comparison, [table(comparison)], json)
-    return GATE_FAILED if comparison.failed else DONE
 
 
 def report(

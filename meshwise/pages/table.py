@@ -148,6 +148,24 @@ def _parts(table: Table, width: int) -> Iterator[Table]:
         yield table._replace(columns=columns, rows=tuple(rows))
 
 
+def markdown(tables: Iterable[Table]) -> str:
+    """Write tables as GitHub and GitLab show them. Names stay text."""
+    lines = list[str]()
+    for table in tables:
+        lines += [f"**{_escaped(table.title)}**", ""]
+        if table.rows:
+            marks = [":--" if at < table.left else "--:" for at in range(len(table.columns))]
+            rows = [table.columns, marks, *table.rows]
+            escaped = ([cell if row is marks else _escaped(cell) for cell in row] for row in rows)
+            lines += [*(f"| {' | '.join(cells)} |" for cells in escaped), ""]
+        lines += [*(f"- {_escaped(line)}" for line in table.legend), ""]
+    return "\n".join(lines).strip()
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|#~&@])", r"\\\1", plain(" ".join(text.split())))
+
+
 def write(tables: Iterable[Table], file: IO[str]) -> None:
     """Print tables on a stream, in colour only on a terminal and without NO_COLOR. On a terminal of
     fewer than ``WIDTH`` columns a wide table goes on below, its words repeated; below ``NARROW`` it

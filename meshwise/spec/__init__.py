@@ -68,6 +68,7 @@ from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import Record, digest
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import (
+    Baseline,
     Case,
     Derived,
     DeviceState,
@@ -89,6 +90,7 @@ __all__ = [
     "Answers",
     "AnyModel",
     "Attention",
+    "Baseline",
     "Bill",
     "Block",
     "Candidate",

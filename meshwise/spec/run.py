@@ -254,3 +254,12 @@ class RunInfo(Record, kw_only=True):
         except msgspec.ValidationError as error:
             reason, _, field = str(error).rstrip("`").partition(" - at `$")
             raise ValueError(f"RunInfo.provenance{field}: {reason}") from None
+
+
+class Baseline(Record, kw_only=True):
+    """A name for launches, in ``runs/baselines/<name>.json``. ``runs``: their directories, as seen
+    from ``runs/``."""
+
+    schema_version: Positive = SCHEMA_VERSION
+    saved: str
+    runs: tuple[str, ...]

@@ -15,7 +15,6 @@ import meshwise
 from meshwise import search
 from meshwise.pages import (
     answers,
-    compare,
     health,
     html,
     prices,
@@ -29,7 +28,7 @@ from meshwise.pages import (
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.prices import unmeasured
-from meshwise.spec import Case, Collective, Elementwise, Gemm, Layout, Removal, Sample, Workload
+from meshwise.spec import Collective, Elementwise, Layout, Removal, Workload
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 from meshwise.spec.phases import Phases, RankPhases
 from tests import sample_records as known
@@ -58,12 +57,6 @@ def results():
     )
 
 
-def comparison():
-    before = [known.sample(known.GEMM, [1e-3 + 1e-6 * i for i in range(12)])]
-    after = [known.sample(known.GEMM, [2e-3 + 1e-6 * i for i in range(12)])]
-    return compare.compare(("runs/a", before), ("runs/b", after), fail_if="slower>5%")
-
-
 TABLES = {
     "cluster": lambda: tables.cluster(known.CLUSTER),
     "costs": lambda: prices.of(known.COSTS),
@@ -72,7 +65,6 @@ TABLES = {
     "steps": lambda: steps.tables(results()),
     "run": lambda: samples.run(known.info(), known.SAMPLES),
     "cases": lambda: [samples.listing([(s.case, 0.25) for s in known.SAMPLES])],
-    "compare": lambda: [compare.table(comparison())],
 }
 
 
@@ -412,105 +404,3 @@ def test_a_run_shows_its_command_as_a_shell_takes_it():
     layout = '{"dp": 2}'
     shown = dict(samples.state(typed("--layout", layout), []).rows)["command"]
     assert shlex.split(shown) == ["meshwise", "run", "--layout", layout]
-
-
-class TestCompare:
-    SLOW = [2e-3 + 1e-6 * i for i in range(12)]
-    FAST = [1e-3 + 1e-6 * i for i in range(12)]
-
-    def compared(self, a, b, **options):
-        return compare.compare(("a", a), ("b", b), **options)
-
-    def test_ratio_and_verdict(self):
-        found = comparison()
-        (case,) = found.cases
-        assert case.verdict == "slower"
-        assert found.ratio == case.ratio == pytest.approx(2.0055e-3 / 1.0055e-3)
-        assert found.failed == (case.case.id,)
-
-    @pytest.mark.parametrize(
-        ("gate", "fails"),
-        [("slower>5%", True), ("slower > 120 %", False), ("faster>1%", False), (None, False)],
-    )
-    def test_gate(self, gate, fails):
-        before, after = known.sample(known.GEMM, self.FAST), known.sample(known.GEMM, self.SLOW)
-        assert bool(self.compared([before], [after], fail_if=gate).failed) == fails
-
-    def test_faster_gate(self):
-        before, after = known.sample(known.GEMM, self.SLOW), known.sample(known.GEMM, self.FAST)
-        assert self.compared([before], [after], fail_if="faster>40%").failed
-        assert not self.compared([before], [after], fail_if="faster>60%").failed
-
-    @pytest.mark.parametrize("gate", ["slower", "slower>5", "__import__('os')", "worse>5%"])
-    def test_a_gate_that_is_not_understood(self, gate):
-        one = [known.sample(known.GEMM, self.FAST)]
-        with pytest.raises(ValueError, match="write it like 'slower>5%'"):
-            self.compared(one, one, fail_if=gate)
-
-    def test_geometric_mean_over_shared_cases(self):
-        other, alone = Gemm(m=8, n=8, k=8), Gemm(m=16, n=8, k=8)
-        a = [known.sample(op, [1.0] * 5) for op in (known.GEMM, other, alone)]
-        b = [known.sample(known.GEMM, [2.0] * 5), known.sample(other, [0.5] * 5)]
-        found = self.compared(a, b)
-        assert found.ratio == pytest.approx(1.0)
-        assert (len(found.cases), found.missing) == (2, 1)
-
-    def test_other_methods_are_refused_unless_forced(self):
-        before = [known.sample(known.GEMM, self.FAST)]
-        after = [known.sample(known.GEMM, self.FAST, method_version=2)]
-        with pytest.raises(ValueError, match=r"method 1 and b by method 2.*--force"):
-            self.compared(before, after)
-        assert self.compared(before, after, force=True).ratio == 1
-
-    def test_other_regimes_are_refused_unless_forced(self):
-        before = [known.sample(known.GEMM, self.FAST, regime="cold")]
-        after = [known.sample(known.GEMM, self.FAST, regime="warm")]
-        with pytest.raises(ValueError, match=r"measured cold and b warm.*--force"):
-            self.compared(before, after)
-        assert self.compared(before, after, force=True).ratio == 1
-
-    def test_steps_of_two_layouts_of_one_model(self):
-        plans = known.plan(), known.plan(known.RIVAL)
-        a, b = (known.step_sample(plan, [0.01] * 3) for plan in plans)
-        found = self.compared([a], [b])
-        assert found.cases[0].a_layout == known.LAYOUT and found.missing == 0
-        shown = rendered([compare.table(found)])
-        assert known.RIVAL.name in shown and f"(a: {known.LAYOUT.name})" in shown
-        same = self.compared([a], [a])
-        assert same.cases[0].a_layout is None and "(a: " not in rendered([compare.table(same)])
-        with pytest.raises(ValueError, match="share no case"):
-            self.compared([a], [b], layouts=False)
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            {"model": msgspec.structs.replace(known.MODEL, layers=5)},
-            {"workload": msgspec.structs.replace(known.WORKLOAD, seq_len=256)},
-            {"dtype": "fp32"},
-        ],
-    )
-    def test_steps_that_differ_in_more_than_the_layout_are_refused(self, other):
-        a = known.step_sample(known.plan(), [0.01] * 3)
-        op = msgspec.structs.replace(a.case.op, layout=known.RIVAL, **other)
-        b = known.sample(op, [0.01] * 3)
-        with pytest.raises(ValueError, match="share no case"):
-            self.compared([a], [b])
-
-    def test_an_unclear_step_says_how_to_get_more_times(self):
-        few = known.step_sample(known.plan(), [0.01, 0.02, 0.03])
-        found = self.compared([few], [few])
-        assert found.cases[0].verdict == "unclear"
-        assert "For more times" in rendered([compare.table(found)])
-
-    def test_nothing_in_common(self):
-        with pytest.raises(ValueError, match="share no case"):
-            self.compared([known.sample(known.GEMM, self.FAST)], [known.SAMPLES[-1]])
-
-
-def test_a_gate_catches_what_broke():
-    cases = [Case(op=Gemm(m=n, n=8, k=8)) for n in (8, 16)]
-    fine = [Sample(case_id=c.id, case=c, status="ok", times_s=(1.0,) * 8) for c in cases]
-    lost = Sample(case_id=cases[1].id, case=cases[1], status="oom", reason="too large")
-    found = compare.compare(("a", fine), ("b", [fine[0], lost]), fail_if="slower>5%")
-    assert found.failed == (cases[1].id,)
-    assert compare.compare(("a", fine), ("b", fine), fail_if="slower>5%").failed == ()

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwise import stats
 
@@ -28,98 +30,131 @@ def test_few_values_give_the_range_and_none_an_error():
         stats.median_interval([])
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(0.9, "faster"), (1.1, "slower"), (1.0, "same")])
-def test_verdicts(factor, verdict):
-    rng = np.random.default_rng(2)
-    a, b = (scale * (1 + 0.01 * rng.standard_normal(60)) for scale in (1.0, factor))
-    found = stats.compare(a.tolist(), b.tolist())
-    assert (found.verdict, found.interval) == (verdict, "95 %")
-    assert found.low <= factor <= found.high
+def launched(
+    rng, n: int, *, apart: float, factor: float = 1.0, times: int = 20
+) -> list[np.ndarray]:
+    """``n`` launches whose medians are ``apart`` by chance, each of times that differ by 1 %."""
+    centres = factor * np.exp(apart * rng.standard_normal(n))
+    return [centre * np.exp(0.01 * rng.standard_normal(times)) for centre in centres]
 
 
-def autoregressive(rng, rho: float, n: int) -> np.ndarray:
-    """AR(1) of unit variance."""
-    steps = rng.standard_normal(n) * np.sqrt(1 - rho**2)
-    steps[0] = rng.standard_normal()
-    for i in range(1, n):
-        steps[i] += rho * steps[i - 1]
-    return steps
-
-
-def share(verdicts: set[str], *, rho: float, change: float, sigma: float, n: int, trials: int):
-    """How often two launches of AR(1) steps, the second slower by ``change``, are called so."""
+def share(verdicts: set[str], n: int, *, apart: float, factor: float, trials: int = 300) -> float:
     rng, found = np.random.default_rng(3), 0
     for _ in range(trials):
-        a, b = (np.exp(sigma * autoregressive(rng, rho, n)) for _ in range(2))
-        found += stats.compare(a, (1 + change) * b).verdict in verdicts
+        a, b = (launched(rng, n, apart=apart, factor=of) for of in (1.0, factor))
+        found += stats.compare(a, b).verdict in verdicts
     return found / trials
 
 
-def allowed(rate: float, trials: int) -> float:
-    """What a rate is exceeded by once in 10,000: four sigma of the binomial."""
-    return rate + 4 * (rate * (1 - rate) / trials) ** 0.5
+@pytest.mark.parametrize(("factor", "verdict"), [(0.9, "faster"), (1.1, "slower"), (1.0, "same")])
+def test_verdicts(factor, verdict):
+    rng = np.random.default_rng(2)
+    a, b = (launched(rng, 8, apart=0.002, factor=of) for of in (1.0, factor))
+    found = stats.compare(a, b)
+    assert found.verdict == verdict and found.low <= factor <= found.high
+    assert found.ratio == pytest.approx(found.b / found.a)
 
 
-@pytest.mark.parametrize("sigma", [0.02, 0.2])  # of 20 % the tolerance is next to nothing
-@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
-def test_unchanged_code_is_seldom_called_changed(rho, sigma):
-    """A Mann-Whitney test beside an interval of independent times says so of 60 % at rho = 0.9."""
-    trials, n = 300, 20 if rho == 0.5 else 50
-    wrong = share({"faster", "slower"}, rho=rho, change=0.0, sigma=sigma, n=n, trials=trials)
-    assert wrong <= allowed(0.05, trials)
+@pytest.mark.parametrize("apart", [0.003, 0.02, 0.2])
+@pytest.mark.parametrize("n", [2, 6, 12])
+def test_launches_of_unchanged_code_are_seldom_called_different(n, apart):
+    trials = 300
+    wrong = share({"faster", "slower"}, n, apart=apart, factor=1.0, trials=trials)
+    assert wrong <= 0.01 + 4 * (0.01 * 0.99 / trials) ** 0.5
 
 
-@pytest.mark.parametrize("sigma", [0.005, 0.01])
-@pytest.mark.parametrize("rho", [0.0, 0.9])
-def test_a_change_within_the_tolerance_is_no_change(rho, sigma):
-    """+0.5 % was slower in 32 % of trials."""
-    trials = 200
-    wrong = share({"faster", "slower"}, rho=rho, change=0.005, sigma=sigma, n=50, trials=trials)
-    assert wrong <= allowed(0.05, trials)
+@pytest.mark.parametrize(("n", "apart", "least"), [(6, 0.008, 0.95), (12, 0.015, 0.95)])
+def test_a_slowdown_of_three_percent_is_found(n, apart, least):
+    assert share({"slower"}, n, apart=apart, factor=1.03) >= least
 
 
-@pytest.mark.parametrize(
-    ("rho", "n", "least"), [(0.0, 20, 0.95), (0.5, 20, 0.75), (0.5, 50, 0.95), (0.9, 200, 0.85)]
-)
-def test_a_change_of_five_percent_is_found(rho, n, least):
-    trials = 100
-    found = share({"slower"}, rho=rho, change=0.05, sigma=0.01, n=n, trials=trials)
-    assert found >= least - 4 * (least * (1 - least) / trials) ** 0.5
+def test_few_launches_say_unclear():
+    """Also where launches are within 0.5 %, where twelve know."""
+    known = [share({"slower", "same"}, n, apart=0.005, factor=1.02) for n in (1, 2, 3, 12)]
+    assert known[0] == 0 and known[1] < 0.1 and known[2] < 0.5 and known[3] > 0.95
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.5])
-def test_the_interval_of_a_ratio_covers_it(rho):
-    rng, hits, trials = np.random.default_rng(4), 0, 200
+def test_one_launch_is_clear_only_far_beyond_what_launches_may_differ_by():
+    a = [np.linspace(0.99, 1.01, 50)]
+    found = {of: stats.compare(a, [of * a[0]]).verdict for of in (0.5, 0.8, 1.0, 1.3, 2.0)}
+    assert list(found.values()) == ["faster", "unclear", "unclear", "unclear", "slower"]
+
+
+def test_the_interval_covers_the_ratio_99_times_in_100():
+    rng, hits, trials = np.random.default_rng(4), 0, 1000
     for _ in range(trials):
-        a, b = (np.exp(0.02 * autoregressive(rng, rho, 60)) for _ in range(2))
-        found = stats.compare(a, 1.3 * b)
+        a = launched(rng, 5, apart=0.03)
+        b = launched(rng, 9, apart=0.01, factor=1.3)
+        found = stats.compare(a, b)
         hits += found.low <= 1.3 <= found.high
-    assert hits / trials >= 0.95 - 4 * (0.95 * 0.05 / trials) ** 0.5
+    assert abs(hits / trials - 0.99) <= 4 * (0.99 * 0.01 / trials) ** 0.5
 
 
-def test_a_comparison_is_symmetric_repeats_and_needs_no_unit():
-    rng = np.random.default_rng(5)
-    a, b = (autoregressive(rng, 0.7, 40) / 50 + 1 for _ in range(2))
+@given(
+    sides=st.tuples(*[st.lists(st.lists(st.floats(0.5, 2), min_size=1, max_size=8), min_size=1,
+                               max_size=5)] * 2),
+    factor=st.sampled_from([0.1, 0.97, 1.0, 1.03, 10.0]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_a_is_faster_exactly_when_b_is_slower(sides, factor):
+    """Both ways round, in any unit, and the same each time."""
+    a, b = sides[0], [[factor * time for time in times] for times in sides[1]]
     there, back = stats.compare(a, b), stats.compare(b, a)
     assert there == stats.compare(a, b)
-    assert there.low == pytest.approx(1 / back.high) and there.high == pytest.approx(1 / back.low)
-    scaled = stats.compare(1e-6 * a, 1e-6 * b)
-    assert scaled[:3] == pytest.approx(there[:3]) and scaled.verdict == there.verdict
-    outlier = a.copy()
-    outlier[3] = 1e6
-    assert stats.compare(a, outlier).high < 1.2  # the median and ranks do not feel it
+    turned = {"faster": "slower", "slower": "faster"}
+    assert back.verdict == turned.get(there.verdict, there.verdict)
+    assert 1 / back.ratio == pytest.approx(there.ratio, rel=1e-9)
+    assert (1 / back.high, 1 / back.low) == pytest.approx((there.low, there.high), rel=1e-9)
+    assert there.low <= there.ratio <= there.high
+    small = stats.compare(*([[2**-20 * time for time in times] for times in of] for of in (a, b)))
+    assert small.ratio == pytest.approx(there.ratio, rel=1e-9)
+
+
+def test_one_outlier_in_a_launch_changes_nothing_and_no_spread_none_either():
+    a = [[1.0, 1.1, 1.2, 1.3, 1.4]] * 6
+    assert stats.compare(a, [*a[:5], [1.0, 1.1, 1.2, 1.3, 1e6]]).ratio == 1
+    assert stats.compare([[1.0] * 3] * 2, [[1.5] * 3] * 2).verdict == "slower"
 
 
 @pytest.mark.parametrize(("n", "verdict"), [(2, "unclear"), (5, "unclear"), (6, "slower")])
-def test_below_six_values_nothing_is_claimed(n, verdict):
-    found = stats.compare([1.0] * n, [2.0] * n)
-    assert (found.verdict, found.interval) == (verdict, "range" if n < 6 else "95 %")
-    spread = stats.compare([1.0, 1.1], [2.0, 2.2])
-    assert (spread.low, spread.high) == (2.0 / 1.1, 2.2)
-    assert stats.compare([1.0] * n, [1.001] * n).verdict == "same"
+def test_below_six_times_a_side_nothing_is_claimed(n, verdict):
+    assert stats.compare([[1.0] * n], [[2.0] * n]).verdict == verdict
 
 
-def test_a_drift_is_no_reason_to_overlook_a_factor_of_two():
-    a, b = ([scale * (1 + i / 1000) for i in range(12)] for scale in (1.0, 2.0))
-    assert stats.compare(a, b).verdict == "slower"
-    assert stats.compare(a, a).verdict == "unclear"  # where will it end?
+def test_the_threshold_is_the_change_that_matters():
+    rng = np.random.default_rng(5)
+    a, b = (launched(rng, 12, apart=0.001, factor=of) for of in (1.0, 1.02))
+    found = stats.compare(a, b)
+    assert found.verdict == "slower"
+    assert stats.compare(a, b, threshold=0.03).verdict == "same"
+    inside = (found.ratio + found.high) / 2 - 1
+    assert stats.compare(a, b, threshold=inside).verdict == "unclear"
+
+
+class TestChanges:
+    def level(self, rng, n, factor):
+        return (factor * np.exp(0.01 * rng.standard_normal(n))).tolist()
+
+    def test_places(self):
+        rng = np.random.default_rng(6)
+        parts = [self.level(rng, n, of) for n, of in ((20, 1.0), (15, 1.1), (15, 1.0))]
+        assert stats.changes([x for part in parts for x in part]) == [20, 35]
+
+    def test_a_series_without_one_seldom_has_one(self):
+        rng, trials = np.random.default_rng(7), 300
+        wrong = sum(
+            bool(stats.changes(self.level(rng, 40, 1.0), threshold=1e-6)) for _ in range(trials)
+        )
+        assert wrong / trials <= 0.01 + 4 * (0.01 * 0.99 / trials) ** 0.5
+
+    def test_one_odd_run_is_no_new_level(self):
+        values = [1.0 + 0.001 * (i % 7) for i in range(30)]
+        assert stats.changes([*values[:15], 1.5, *values[15:]]) == []
+
+    @pytest.mark.parametrize(("n", "found"), [(0, []), (3, []), (9, []), (11, [5])])
+    def test_eleven_runs_are_needed(self, n, found):
+        assert stats.changes([1.0 + 0.001 * i for i in range(5)][:n] + [2.0] * (n - 5)) == found
+
+    def test_the_threshold(self):
+        values = [1.0, 1.001] * 10 + [1.02, 1.021] * 10
+        assert stats.changes(values) == [20] and stats.changes(values, threshold=0.03) == []
