@@ -10,11 +10,8 @@ keeps the times of each: drawing these too counts their variation twice (Davison
 3.8). For a mean that needs no drawing: the variance of the n log medians, over n. The interval of
 the ratio's logarithm is the error times t, with Welch's degrees of freedom, of n - 1 a side.
 
-A single launch does not show how far launches are apart: ``LAUNCH_SPREAD`` is assumed, and what is
-drawn are its times. The median of m drawn times is the launch's U-th quantile, U ~ Beta((m + 1)/2,
-(m + 1)/2), so it is drawn at once. Steps resemble the one before, so m is the number of independent
-times: n (1 - rho)/(1 + rho), with rho the lag-1 autocorrelation r of the ranks without its bias
-(Kendall 1954: r = rho - (1 + 4 rho)/n).
+A single launch does not show how far launches are apart. ``LAUNCH_SPREAD`` is assumed, and to its
+square the variance of the launch's log times is added: where these vary, launches do.
 
 Changes in a series are found by binary segmentation (Vostrikova 1981): the split with the largest
 CUSUM, kept if fewer than 1 % of random orders of the same values have a larger one.
@@ -29,7 +26,7 @@ import numpy as np
 
 FEWEST = 6  # values that a 95 % interval of a median needs
 THRESHOLD = 0.01
-LAUNCH_SPREAD = 0.1  # standard deviation of a launch's median, where there is one launch
+LAUNCH_SPREAD = 0.1  # standard deviation of launches' log medians, where there is one launch
 MOST_RATIO = 1e6  # and 1e-6: ends of an interval that says nothing
 GMAE_FLOOR = 4e-4  # half a unit of the third decimal that PARAM prints
 ERROR_EDGES = (
@@ -113,31 +110,11 @@ def compare(a: Launches, b: Launches, *, threshold: float = THRESHOLD) -> Median
 
 
 def _side(launches: Launches) -> tuple[float, float]:
-    """Return the mean of the launches' log medians, and its variance. The seed of what is drawn is
-    fixed, so a comparison is reproducible."""
-    each = [np.asarray(times, float) for times in launches]
-    logs = np.log([np.median(times) for times in each])
+    """Return the mean of the launches' log medians, and its variance."""
+    logs = np.log([np.median(times) for times in launches])
     if len(logs) > 1:
         return float(logs.mean()), float(logs.var(ddof=1)) / len(logs)
-    (times,), n = each, len(each[0])
-    rho = _autocorrelation(times)
-    half = (max(n * (1 - rho) / (1 + rho), 1.0) + 1) / 2
-    places = np.random.default_rng(0).beta(half, half, _RESAMPLES) * n
-    drawn = np.log(np.sort(times)[places.astype(int)])
-    return float(logs[0]), float(drawn.var()) + LAUNCH_SPREAD**2
-
-
-def _autocorrelation(values: np.ndarray) -> float:
-    """Return rho of the AR(1) series with the same rank correlation; 0 if all values are equal, or
-    too few."""
-    n = len(values)
-    if n < FEWEST or values.min() == values.max():
-        return 0.0
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # ties share a rank
-    ranks -= ranks.mean()
-    r = 2 * math.sin(math.pi / 6 * float(ranks[1:] @ ranks[:-1] / (ranks @ ranks)))  # Pearson 1907
-    return min(max((n * r + 1) / (n - 4), 0.0), 0.99)
+    return float(logs[0]), LAUNCH_SPREAD**2 + float(np.log(launches[0]).var())
 
 
 def changes(values: Sequence[float], *, threshold: float = THRESHOLD) -> list[int]:

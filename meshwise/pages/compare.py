@@ -168,7 +168,7 @@ def _few(cases: Sequence[Compared], pairs: Sequence[tuple[_Launches, _Launches]]
     if min(least) == 1:
         found.append(
             "one launch does not show how far launches are apart: "
-            f"{100 * stats.LAUNCH_SPREAD:.0f} % is assumed; give several a side, 6 at best"
+            f"{100 * stats.LAUNCH_SPREAD:.0f} % is assumed, more where times vary; give 6 a side"
         )
     elif min(least) < stats.FEWEST:
         found.append(

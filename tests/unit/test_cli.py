@@ -337,7 +337,6 @@ def test_help_names_the_models_of_the_catalogue(capsys):
         assert "gpt-2.6b" in capsys.readouterr().out
 
 
-
 def test_only_rank_0_prints(monkeypatch, capsys):
     files()
     monkeypatch.setenv("RANK", "1")
