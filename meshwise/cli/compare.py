@@ -12,6 +12,7 @@ from meshwise.cli.output import DONE, GATE_FAILED, emit, say
 def compare(
     a: str | None = None,
     b: str | None = None,
+    /,
     *more: Annotated[str, Parameter(show=False)],
     threshold: str = "1%",
     fail_if: tuple[str, ...] = (),
@@ -45,43 +46,42 @@ def compare(
     save
         Keep the named launches as the baseline of this name.
     history
-        Follow every case over the named runs, by default all in --runs, and say where its time
-        changed.
+        Say where the time of each case changed over the named runs; by default all in --runs.
     out
         With --history: also draw it, as a page or an .svg file.
     md
         Print Markdown, for a pull request.
     """
     named = tuple(one for one in (a, b, *more) if one is not None)
-    if md and json:
-        raise ValueError("md: --json is given too; leave one of them out")
     if out is not None and not history:
         raise ValueError(f"out = {out!r}: only --history draws; give --history, or leave it out")
-    if save is not None or history:
-        if fail_if or force or (save is not None and history):
-            raise ValueError(
-                "--save and --history compare nothing; give one of them, without gates"
-            )
-        return (
-            _save(save, named, runs, json)
-            if save
-            else _history(named, threshold, runs, out, md, json)
-        )
-    if not named:
-        raise ValueError("compare: no run is named; give two, or a baseline's name")
+    if (save is not None or history) and (fail_if or force or (save is not None and history)):
+        raise ValueError("--save and --history compare nothing; give one of them, without gates")
+    if save is not None:
+        return _save(save, named, runs, json)
+    if history:
+        return _history(named, threshold, runs, out, md, json)
+    _check_sides(named, runs)
     from meshwise.pages.compare import tables
-    from meshwise.verbs.compare import is_baseline
 
-    if len(named) > 2 and not is_baseline(named[0], runs):
-        raise ValueError(
-            f"compare takes two sides, but {len(named)} are given: put commas between the launches "
-            "of a side, or quote 'runs/*'"
-        )
     found = meshwise.compare(
         named[0], named[1:], threshold=threshold, fail_if=fail_if, force=force, runs=runs
     )
     _print(found, tables(found), md, json)
     return GATE_FAILED if found.failed else DONE
+
+
+def _check_sides(named: tuple[str, ...], runs: str) -> None:
+    """Refuse words that are not two sides. Behind a baseline a shell's pattern may stand."""
+    from meshwise.verbs.compare import is_baseline
+
+    if not named:
+        raise ValueError("compare: no run is named; give two, or a baseline's name")
+    if len(named) > 2 and not is_baseline(named[0], runs):
+        raise ValueError(
+            f"compare takes two sides, but {len(named)} are given: put commas between the launches "
+            "of a side, or quote 'runs/*'"
+        )
 
 
 def _save(name: str, named: tuple[str, ...], runs: str, json: bool) -> int:
@@ -108,6 +108,8 @@ def _history(
 
 
 def _print(document: Any, tables: Any, md: bool, json: bool) -> None:
+    if md and json:
+        raise ValueError("md: --json is given too; leave one of them out")
     if md:
         from meshwise.pages.table import markdown
 

@@ -1,4 +1,4 @@
-"""How alike the conditions of runs were. In: runs. Out: warnings, a sentence each."""
+"""Compare the conditions of runs. In: runs. Out: warnings, a sentence each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median

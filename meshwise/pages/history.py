@@ -1,4 +1,4 @@
-"""How cases went over many runs. In: runs. Out: a series of each case, where its level changed.
+"""Follow cases over many runs. In: runs. Out: a series of each case, where its level changed.
 
 A run is one launch and one point, its median. ``stats.changes`` finds the changes.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_DRAWN = 24
 
 
-class Change(Record, kw_only=True):
+class LevelChange(Record, kw_only=True):
     """A new level. ``at``: place in the series' times. ``before_s``, ``after_s``: medians of the
     levels before and after it."""
 
@@ -35,7 +35,7 @@ class Change(Record, kw_only=True):
     ratio: PositiveFloat
 
 
-class Series(Record, kw_only=True):
+class CaseSeries(Record, kw_only=True):
     """A case over runs. ``runs``: places in the history's runs, of those that finished the case.
     ``low_s``, ``high_s``: 95 % interval of each median."""
 
@@ -44,7 +44,7 @@ class Series(Record, kw_only=True):
     times_s: tuple[PositiveFloat, ...]
     low_s: tuple[PositiveFloat, ...]
     high_s: tuple[PositiveFloat, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LevelChange, ...] = ()
 
 
 class History(Record, kw_only=True):
@@ -55,7 +55,7 @@ class History(Record, kw_only=True):
     started: tuple[str, ...]
     threshold: PositiveFloat
     notes: tuple[str, ...] = ()
-    series: tuple[Series, ...]
+    series: tuple[CaseSeries, ...]
 
 
 def history(launches: Sequence[Launch], *, threshold: float = stats.THRESHOLD) -> History:
@@ -82,19 +82,19 @@ def history(launches: Sequence[Launch], *, threshold: float = stats.THRESHOLD) -
 
 def _series(
     of: Sequence[tuple[int, Case, tuple[float, ...]]], names: Sequence[str], threshold: float
-) -> Series:
+) -> CaseSeries:
     medians, low, high = zip(*(stats.median_interval(times) for _, _, times in of), strict=True)
     places = stats.changes(medians, threshold=threshold)
     edges = [0, *places, len(of)]
     levels = [stats.median_interval(medians[i:j])[0] for i, j in pairwise(edges)]
-    return Series(
+    return CaseSeries(
         case=of[-1][1],
         runs=tuple(place for place, _, _ in of),
         times_s=medians,
         low_s=low,
         high_s=high,
         changes=tuple(
-            Change(at=at, run=names[of[at][0]], before_s=old, after_s=new, ratio=new / old)
+            LevelChange(at=at, run=names[of[at][0]], before_s=old, after_s=new, ratio=new / old)
             for at, old, new in zip(places, levels, levels[1:], strict=False)
         ),
     )
@@ -152,11 +152,11 @@ def figure(found: History) -> svg.Figure:
     return svg.draw(caption, *paints, columns=columns, width=4.4 * columns, height=2.2 * rows)
 
 
-def _most(one: Series) -> float:
+def _most(one: CaseSeries) -> float:
     return max((abs(change.ratio - 1) for change in one.changes), default=0.0)
 
 
-def _paint(one: Series, num_runs: int) -> svg.Paint:
+def _paint(one: CaseSeries, num_runs: int) -> svg.Paint:
     def paint(axes: "Axes") -> None:
         pairs = zip(one.times_s, one.low_s, one.high_s, strict=True)
         errors = [[t - low, high - t] for t, low, high in pairs]

@@ -4,22 +4,21 @@
 """
 
 import glob
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwise import stats, store
 from meshwise.pages import compare as pages
-from meshwise.pages import history as histories
 from meshwise.pages.compare import Comparison
-from meshwise.pages.history import History
 from meshwise.spec import Baseline
 from meshwise.units import parse_share
 from meshwise.verbs import files
 
-log = logging.getLogger("meshwise")
+if TYPE_CHECKING:
+    from meshwise.pages.history import History
 
 Side = Path | str | Sequence[Path | str]
 
@@ -56,9 +55,11 @@ def compare(
 
 def history(
     *named: Path | str, threshold: str | float = stats.THRESHOLD, runs: Path | str = "runs"
-) -> History:
+) -> "History":
     """Follow every case over the named runs, by default all under ``runs``, and find where its time
     changed by more than ``threshold``."""
+    from meshwise.pages import history as histories
+
     limit = parse_share(threshold, "threshold")
     found = launches(named or (runs,), runs)
     return histories.history(list(map(files.load, found)), threshold=limit)
