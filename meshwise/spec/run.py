@@ -257,7 +257,7 @@ class RunInfo(Record, kw_only=True):
 
 
 class Baseline(Record, kw_only=True):
-    """A name for launches, in ``runs/baselines/<name>.json``. ``runs``: their directories, as seen
+    """A name for launches, in ``runs/.baselines/<name>.json``. ``runs``: their directories, as seen
     from ``runs/``."""
 
     schema_version: Positive = SCHEMA_VERSION

@@ -66,7 +66,7 @@ def history(
 
 
 def save(name: str, *named: Path | str, runs: Path | str = "runs") -> Path:
-    """Call the named launches ``name``: write ``runs/baselines/<name>.json`` and return it."""
+    """Call the named launches ``name``: write ``runs/.baselines/<name>.json`` and return it."""
     if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII):
         raise ValueError(f"save = {name!r}: a name has letters, digits, ., - and _")
     found = launches(named, runs)
@@ -76,7 +76,7 @@ def save(name: str, *named: Path | str, runs: Path | str = "runs") -> Path:
 
 
 def _baseline(name: str, runs: Path | str) -> Path:
-    return Path(runs) / "baselines" / f"{name}.json"
+    return Path(runs) / ".baselines" / f"{name}.json"
 
 
 def is_baseline(name: str, runs: Path | str = "runs") -> bool:
@@ -111,7 +111,7 @@ def _of(part: Path | str, runs: Path | str) -> Iterator[Path]:
     elif matches := [Path(m) for m in sorted(glob.glob(text)) if Path(m, "run.json").exists()]:
         yield from matches
     else:
-        known = ", ".join(sorted(p.stem for p in Path(runs).glob("baselines/*.json")))
+        known = ", ".join(sorted(p.stem for p in Path(runs).glob(".baselines/*.json")))
         which = f"; baselines here: {known}" if known else ""
         raise ValueError(f"{text} is not a run directory; give runs/<id>{which}")
 

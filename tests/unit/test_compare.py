@@ -267,8 +267,8 @@ class TestSides:
 
     def test_a_baseline_by_name(self, stored, capsys):
         assert call("compare", "--save", "main", *(f"runs/{name}" for name in stored[:6])) == 0
-        assert capsys.readouterr().out == "runs/baselines/main.json\n"
-        kept = json.loads(Path("runs/baselines/main.json").read_text())
+        assert capsys.readouterr().out == "runs/.baselines/main.json\n"
+        kept = json.loads(Path("runs/.baselines/main.json").read_text())
         assert kept["schema_version"] == 1 and kept["runs"] == stored[:6]
         assert call("compare", "main", "--fail-if", "slower>5%,faster>5%") == 3  # what is newer
         assert "b = runs (6 launches)" in capsys.readouterr().out
@@ -276,7 +276,7 @@ class TestSides:
         assert "main (6 launches)" in capsys.readouterr().out
         Path("runs").rename("kept")
         assert call("compare", "main", "--runs", "kept", "--fail-if", "slower>20%") == 0
-        assert call("compare", "main", "kept/baselines", "--runs", "kept") == 2
+        assert call("compare", "main", "kept/none", "--runs", "kept") == 2
         assert "baselines here: main" in capsys.readouterr().err
 
     @pytest.mark.parametrize("name", ["", "../x", "a,b", "a/b", "-x", "x" * 101])
