@@ -21,6 +21,7 @@ from meshwise.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+POINTS = "A point is a run: its median and its 95 % interval. Lines are medians of a level."
 _MOST_DRAWN = 24
 
 
@@ -192,10 +193,11 @@ def write(path: Path | str, found: History) -> None:
 
 def page(found: History) -> str:
     """Make the page: the figure, the changes, every case."""
-    shown = tables(found)
-    section = html.PageSection("Every case", figures=(figure(found),), tables=tuple(shown))
+    shown = tables(found)[bool(found.notes) :]
+    section = html.PageSection("Every case", found.notes, (figure(found),), tuple(shown))
     runs = list(zip(found.runs, found.started, strict=True))
     heads = {"": lambda one: one[0], "run": lambda one: one[1][0], "started": lambda one: one[1][1]}
     listing = listed("Runs", enumerate(runs), *columns(str, heads), left=3)
     sections = [section, html.PageSection("Runs", folded=(listing,))]
-    return html.render("History", f"{found.started[0]} to {found.started[-1]}", sections, ())
+    span = f"{found.started[0]} to {found.started[-1]}"
+    return html.render("History", span, sections, (POINTS,))
