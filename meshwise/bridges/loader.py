@@ -13,7 +13,8 @@ box says where it comes from. There is no table of names: an unknown architectur
 loader.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ Checkpoint = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 ZEROED = "zero_"  # the operation of a loader that puts zeros in a tensor's place
 _ATEN = torch.ops.aten
+_COUNTED = re.compile("^(num|n|tie)_|_(dim|heads|rank|size)$")
 
 
 class Loaded(NamedTuple):
@@ -41,7 +43,7 @@ class Loaded(NamedTuple):
     a parameter is as in the checkpoint, if it is transposed. ``computed``: parameters that it
     computes, each with the operation. ``unread``: tensors of the checkpoint that it does not use.
     ``unfilled``: how many elements of a parameter are filled from nowhere: padding, or what is not
-    in the checkpoint.
+    in the checkpoint. ``parameters``: shape and dtype of each. ``config``: see ``numbers``.
     """
 
     holdings: Holdings
@@ -49,6 +51,24 @@ class Loaded(NamedTuple):
     computed: dict[str, str]
     unread: tuple[str, ...]
     unfilled: dict[str, int]
+    parameters: dict[str, tuple[tuple[int, ...], str]]
+    config: dict[str, int | bool]
+
+
+def numbers(model: object) -> dict[str, int | bool]:
+    """Return the sizes and counts of a model's configuration, as Hugging Face's: both sides must
+    have the same, or the same elements mean something else."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {k: v for k, v in told.items() if isinstance(v, int) and _COUNTED.search(k)}
+
+
+def padding(rank: int, buffer: str, shape: Sequence[int], dims: int) -> Padded:
+    """Tell how large a parameter is of which not all is filled. ``shape``: in the checkpoint's
+    order; ``dims`` of the checkpoint's tensor."""
+    extra = max(len(shape) - dims, 0)
+    return Padded(rank, (prod(shape[: extra + 1]), *shape[extra + 1 :]), buffer)
 
 
 def holdings_of_loader(
@@ -66,7 +86,7 @@ def holdings_of_loader(
     reading = _Reading(rank, recorder)
     for buffer, parameter in model.named_parameters():
         reading.parameter(buffer, parameter)
-    return reading.told(checkpoint)
+    return reading.told(checkpoint)._replace(config=numbers(model))
 
 
 class _Origin(NamedTuple):
@@ -191,10 +211,12 @@ class _Reading:
         self.layouts: dict[str, list[Piece]] = {}
         self.padded: dict[str, list[Padded]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.loaded = Loaded({}, {}, {}, (), {})
+        self.loaded = Loaded({}, {}, {}, (), {}, {}, {})
 
     def parameter(self, buffer: str, parameter: Tensor) -> None:
         """Add where a parameter's elements come from."""
+        dtype = NAMES.get(parameter.dtype, str(parameter.dtype))
+        self.loaded.parameters[buffer] = tuple(parameter.shape), dtype
         storage, whole = storage_of(parameter), view_of(parameter)
         copies = self.copied.get(storage, [])
         if storage in self.recorder.origins:  # param.data = stand-in
@@ -224,9 +246,7 @@ class _Reading:
             for name, dims in [*names.items()][:1]:
                 (order,) = orders
                 shape = [parameter.shape[dim] for dim in order]
-                extra = max(len(shape) - dims, 0)
-                flat = prod(shape[: extra + 1]), *shape[extra + 1 :]
-                self.padded.setdefault(name, []).append(Padded(self.rank, flat, buffer))
+                self.padded.setdefault(name, []).append(padding(self.rank, buffer, shape, dims))
 
     def told(self, checkpoint: Checkpoint) -> Loaded:
         held = {

@@ -7,13 +7,16 @@ default the old one stays in place until the new one is verified.
 """
 
 import copy
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
+import vllm  # type: ignore[import-not-found]
 from torch import nn
+from vllm.distributed import parallel_state  # type: ignore[import-not-found]
 from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
     ModuleSource,
     TrainerInitInfo,
@@ -24,22 +27,40 @@ from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-f
 )
 
 from meshwise import jobs
+from meshwise.bridges import layouts
+from meshwise.bridges.loader import Checkpoint, Loaded, holdings_of_loader
 from meshwise.bridges.weights import joined
 from meshwise.reshard.weights import Refit
 
 _JOBS = ("trainer", "server")
+SAVE = "MESHWISE_SAVE_LAYOUT"  # a folder, in the server's environment
 _GRACE_S = 5.0  # for a call to say why this rank's work failed
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The address where workers meet the trainers, and the options of ``TrainerInfo``."""
+class Joining:
+    """``address``: host:port on the first trainer's host. ``verify``, ``method``: of ``Refit``.
+    ``atomic``: keep the old version in place until the new one is verified; takes its memory a
+    second time. ``timeout_s``: how long ranks wait for each other. ``layout``: a folder on the
+    workers' hosts, where they saved layouts that are read in place of their loaders."""
 
     address: str
     verify: str = "hash"
     atomic: bool = True
     method: str = "auto"
     timeout_s: float | None = None
+    layout: str = ""
+
+    def join(self, job: str, **sides: Any) -> Refit:
+        """Join the other job; return the Refit from this rank's side to all others."""
+        ranks = jobs.join_at(self.address, job, _JOBS, timeout_s=self.timeout_s)
+        sides |= {"verify": self.verify, "atomic": self.atomic, "method": self.method}
+        return joined(ranks, convert=True, **sides)
+
+
+@dataclass
+class InitInfo(Joining, WeightTransferInitInfo):  # type: ignore[misc]
+    """The options of ``TrainerInfo``, as workers are told."""
 
 
 @dataclass
@@ -58,9 +79,26 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainers and plan; no weight moves."""
-        ranks = jobs.join_at(init_info.address, "server", _JOBS, timeout_s=init_info.timeout_s)
-        options = _options(init_info)
-        self.refit = joined(ranks, server=self.model, new=self._new, convert=True, **options)
+        self.layout = init_info.layout
+        self.refit = init_info.join("server", server=self.model, read=self._read)
+
+    def _read(self, checkpoint: Checkpoint, rank: int) -> Loaded:
+        """Return what vLLM's loader does, of the file if there is one, else of a new model."""
+        of_tp, of_pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+        number = of_pp.rank_in_group * of_tp.world_size + of_tp.rank_in_group
+        loader = f"vllm {vllm.__version__} {type(self.model).__name__}"
+        if self.layout:
+            path = layouts.file_of(self.layout, number)
+            layout = layouts.read(path)
+            if layout.loader != loader:
+                raise ValueError(
+                    f"{path} is of {layout.loader!r}, this is {loader!r}; save it anew"
+                )
+            return layouts.loaded(layout, rank)
+        found = holdings_of_loader(self._new(), checkpoint, rank=rank)
+        if folder := os.environ.get(SAVE):
+            layouts.write(layouts.file_of(folder, number), found, loader=loader)
+        return found
 
     def _new(self) -> nn.Module:
         """Return a model like the served one, without memory. Layers are registered by name in
@@ -106,18 +144,10 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 @dataclass
-class TrainerInfo(TrainerInitInfo):  # type: ignore[misc]
-    """``address``: host:port on the first trainer's host. ``verify``, ``method``: of ``Refit``.
-    ``atomic``: keep the old version in place until the new one is verified; takes its memory a
-    second time. ``timeout_s``: how long ranks wait for each other."""
+class TrainerInfo(Joining, TrainerInitInfo):  # type: ignore[misc]
+    """``Joining``, and ``rank`` of this trainer."""
 
     backend: ClassVar[str] = "meshwise"
-
-    address: str
-    verify: str = "hash"
-    atomic: bool = True
-    method: str = "auto"
-    timeout_s: float | None = None
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -138,14 +168,11 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         engine = cls(
             client=client, source=source, is_sender=init_info.rank == 0, rank=init_info.rank
         )
-        options = _options(init_info)
-        told = {"address": init_info.address, "timeout_s": init_info.timeout_s, **options}
-
-        def join() -> Refit:
-            ranks = jobs.join_at(init_info.address, "trainer", _JOBS, timeout_s=init_info.timeout_s)
-            return joined(ranks, source=module, convert=True, **options)
-
-        engine.refit = engine._beside(lambda: client.init_weight_transfer_engine(told), join)
+        told = {each.name: getattr(init_info, each.name) for each in fields(Joining)}
+        engine.refit = engine._beside(
+            lambda: client.init_weight_transfer_engine(told),
+            lambda: init_info.join("trainer", source=module),
+        )
         return engine
 
     def send_weights(self) -> None:
@@ -186,7 +213,3 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         if failed:
             raise failed[0]
         return done
-
-
-def _options(info: InitInfo | TrainerInfo) -> dict[str, Any]:
-    return {"verify": info.verify, "atomic": info.atomic, "method": info.method}

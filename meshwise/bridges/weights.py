@@ -5,14 +5,14 @@ all of them. Each side's layout is read off its own code: transformers' when it 
 when it loads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor, nn
 
 from meshwise.bridges.hugging_face import saved
-from meshwise.bridges.loader import ZEROED, Loaded, holdings_of_loader
+from meshwise.bridges.loader import ZEROED, Checkpoint, Loaded, holdings_of_loader, numbers
 from meshwise.bridges.renamed import Same, renamed
 from meshwise.ranks import Ranks
 from meshwise.reshard import checks, live
@@ -20,34 +20,39 @@ from meshwise.reshard.holdings import HeldTensor, Holdings
 from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.weights import Refit
 
+Server = nn.Module | Mapping[str, Tensor]
+Read = Callable[[Checkpoint, int], Loaded]
+
 
 class Saved(NamedTuple):
     """A trainer's module in its checkpoint: shapes and dtypes by name, and where the module has the
-    same elements."""
+    same elements. ``config``: see ``loader.numbers``."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]
     same: list[Same]
+    config: dict[str, int | bool]
 
 
 def joined(
     ranks: Ranks,
     source: nn.Module | None = None,
-    server: nn.Module | None = None,
-    new: Callable[[], nn.Module] | None = None,
+    server: Server | None = None,
+    read: Read | None = None,
     **options: Any,
 ) -> Refit:
     """Return the Refit from all trainers' modules to all servers' models; every rank calls this.
 
-    ``source``: the module, on trainers' ranks. ``server``: the model that is served, on servers'.
-    ``new`` makes another one like it, whose loader is read; no memory is needed, so it may be on
-    the meta device. ``options``: of ``Refit``. ValueError on all ranks, by name, if a server lacks
-    a tensor, or computes one.
+    ``source``: the module, on trainers' ranks. ``server``: the model that is served, on servers',
+    or its parameters by name. ``read`` tells what its loader does with a checkpoint, as a rank's:
+    by another model like it, which needs no memory and may be on the meta device, or of a file
+    (``layouts``). ``options``: of ``Refit``. ValueError on all ranks, by name, if a server lacks a
+    tensor, or computes one.
     """
     checkpoint = _first(ranks, Saved, lambda: _checkpoint(source) if source else None)
     shares = live.gathered(source, ranks)
     shapes = {name: shape for name, (shape, _) in checkpoint.tensors.items()}
     held = renamed(live.held(shares, as_source=True), shapes, checkpoint.same)
-    destination, loaded = _destination(ranks, server, new, checkpoint)
+    destination, loaded = _destination(ranks, server, read, checkpoint)
     return Refit(source, held, destination, loaded, ranks=ranks, **options)
 
 
@@ -63,26 +68,32 @@ def _checkpoint(module: nn.Module) -> Saved:
     shapes, same = saved(module)
     dtypes = {name: live.NAMES[tensor.dtype] for name, tensor in live.named(module).items()}
     of = {each.name: dtypes[each.of] for each in same}
-    return Saved({name: (shape, of[name]) for name, shape in shapes.items()}, same)
+    tensors = {name: (shape, of[name]) for name, shape in shapes.items()}
+    return Saved(tensors, same, numbers(module))
 
 
 def _destination(
-    ranks: Ranks,
-    server: nn.Module | None,
-    new: Callable[[], nn.Module] | None,
-    checkpoint: Saved,
+    ranks: Ranks, server: Server | None, read: Read | None, checkpoint: Saved
 ) -> tuple[dict[str, Tensor] | None, Holdings]:
     """Return this rank's tensors to fill, and what all ranks hold."""
+    own = dict(server.named_parameters() if isinstance(server, nn.Module) else server or {})
 
-    def read() -> Loaded | None:
+    def loaded() -> Loaded | None:
         if server is None:
             return None
+        _check_config(checkpoint.config, numbers(server))
         tensors = {n: (s, DTYPES[d]) for n, (s, d) in checkpoint.tensors.items()}
-        found = holdings_of_loader(new() if new else server, tensors, rank=ranks.rank)
-        _check(found)
+        if read is not None:
+            found = read(tensors, ranks.rank)
+        elif isinstance(server, nn.Module):
+            found = holdings_of_loader(server, tensors, rank=ranks.rank)
+        else:
+            raise ValueError("parameters by name have no loader; read its layout from a file")
+        _check_config(checkpoint.config, found.config)
+        _check(found, own, checkpoint)
         return found
 
-    mine, failed = ranks.together(read, _told)
+    mine, failed = ranks.together(loaded, _told)
     _refuse(failed)
     told = [each and msgspec.convert(each, Loaded) for each in ranks.gather(mine)]
     merged: dict[str, HeldTensor] = {}
@@ -101,13 +112,15 @@ def _destination(
     placed = {piece.buffer for held in mine.holdings.values() for piece in held.layout}
     return {
         name: tensor.detach().permute(mine.turned.get(name, tuple(range(tensor.ndim))))
-        for name, tensor in server.named_parameters()
+        for name, tensor in own.items()
         if name in placed
     }, merged
 
 
-def _check(loaded: Loaded) -> None:
-    """Refuse what cannot be filled from the checkpoint alone."""
+def _check(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> None:
+    """Refuse a layout that is not of these parameters and this checkpoint, and what cannot be
+    filled from the checkpoint alone."""
+    checks.refuse([*_unlike(loaded, own, checkpoint)])
     wrong = [
         f"{name}: the server's loader computes it ({op})"
         for name, op in loaded.computed.items()
@@ -118,6 +131,38 @@ def _check(loaded: Loaded) -> None:
         f"{name}: not in the trainer's checkpoint" for name in loaded.unfilled if name not in placed
     ]
     checks.refuse(wrong)
+
+
+def _check_config(trainers: Mapping[str, object], servers: Mapping[str, object]) -> None:
+    """Refuse configurations that differ. Equal shapes do not show it: of heads, of tied weights."""
+    wrong = []
+    for name in sorted(trainers.keys() & servers.keys()):
+        if (one := trainers[name]) != (other := servers[name]):
+            wrong.append(f"{name}: {one} in the trainer's configuration, {other} in the server's")
+    checks.refuse(wrong)
+
+
+def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> Iterator[str]:
+    """Yield how a layout, perhaps of a file, differs from the parameters and the checkpoint."""
+    planned, held = loaded.parameters, loaded.holdings
+    for name, tensor in own.items():
+        has = tuple(tensor.shape), live.NAMES.get(tensor.dtype, str(tensor.dtype))
+        if has != planned.get(name, has):
+            yield f"{name}: {_said(*has)}, the layout says {_said(*planned[name])}; save it anew"
+    for name in [*planned.keys() - own.keys(), *own.keys() - planned.keys()]:
+        where = "layout" if name in planned else "model"
+        yield f"{name}: only the {where} has such a parameter; save the layout anew"
+    for name, (shape, _) in checkpoint.tensors.items():
+        if name not in held and name not in loaded.unread:
+            yield f"{name}: the layout does not know this tensor of the checkpoint; save it anew"
+        elif name in held and held[name].shape != shape:
+            yield f"{name}: {shape} in the checkpoint, {held[name].shape} in the layout"
+    for name in held.keys() - checkpoint.tensors.keys():
+        yield f"{name}: the layout has this tensor, the trainer's checkpoint has not"
+
+
+def _said(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def _told(error: Exception) -> str | None:

@@ -62,14 +62,19 @@ def sent(tmp_path: Path, names, trainers: int, workers: int, fault: str = "") ->
     return ran.stdout
 
 
-@pytest.mark.parametrize(("trainers", "workers"), [(2, 2), (3, 2), (2, 1)])
-def test_live_parameters_are_what_vllm_loads(trainers, workers, tmp_path):
-    said = sent(tmp_path, MODELS, trainers, workers)
+@pytest.mark.parametrize(
+    ("trainers", "workers", "more"), [(2, 2, "layouts"), (3, 2, ""), (2, 1, "")]
+)
+def test_live_parameters_are_what_vllm_loads(trainers, workers, more, tmp_path):
+    """With ``layouts`` again into workers without a second model, and into plain tensors."""
+    said = sent(tmp_path, MODELS, trainers, workers, more)
     for name in MODELS:
         ((moved, least),) = re.findall(
             f"^{name}: as vLLM loads it, twice; (\\d+) of (\\d+)", said, re.M
         )
         assert moved == least  # each element of the destination once
+        if more:
+            assert f"{name}: saved layouts\n{name}: plain layouts\n" in said
 
 
 def test_a_flipped_bit_is_caught_and_the_old_version_kept(tmp_path):

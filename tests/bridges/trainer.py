@@ -1,11 +1,13 @@
 """A trainer's rank: trainer.py FOLDER STORE PORT WORKERS [FAULT]. For each model in the folder it
 makes transformers' own, shards it by FSDP2, and sends two versions to vLLM's workers. It trains
-nothing: a step adds noise to every weight, in place, as an optimizer would. FAULT: flip or die.
+nothing: a step adds noise to every weight, in place, as an optimizer would. FAULT: flip, die, or
+layouts (no fault: workers that then read saved layouts).
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ class Client:
 
     def __init__(self, path: str, name: str, workers: int) -> None:
         self.store, self.name, self.workers = dist.FileStore(path, -1), name, workers
+        self.path = path
         self.count, self.versions = 0, list[str | None]()
 
     def call(self, what: str, **arguments: object) -> None:
@@ -103,14 +106,43 @@ def main(folder: str, path: str, port: str, workers: str, fault: str = "") -> No
             counts = [json.loads(client.store.get(key)) for key in keys]
             moved, least = map(sum, zip(*counts, strict=True))
             print(f"{config.name}: as vLLM loads it, twice; {moved} of {least} bytes", flush=True)
-        if fault:
+        if fault == "layouts":
+            of_layouts(engine, info, client, model, path_of)
+        elif fault:
             fails(fault, engine, client, model, path_of)
         elif first:
             client.call("stop")
-        if fault != "die":
+        if fault not in ("die", "layouts"):
             engine.shutdown()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def of_layouts(
+    engine: TrainerWeightTransferEngine,
+    info: Any,
+    client: Client,
+    model: nn.Module,
+    path: str,
+) -> None:
+    """Send a version to workers that read what they saved of their loaders: into vLLM's models,
+    then into plain tensors made of the files."""
+    first = dist.get_rank() == 0
+    for kind in ("saved", "plain"):
+        if first:
+            client.call("again", kind=kind)
+        engine.shutdown()
+        info.layout = str(Path(client.path).parent / "layouts" / client.name)
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=model)
+        step(model)
+        engine.send_weights()
+        saved(model, Path(path).parent / f"{client.name}-{kind}")
+        if first:
+            client.call("compare", path=str(Path(path).parent / f"{client.name}-{kind}"))
+            print(f"{client.name}: {kind} layouts", flush=True)
+    if first:
+        client.call("stop")
+    engine.shutdown()
 
 
 def fails(

@@ -31,6 +31,9 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.gpu_worker import Worker
 
+from meshwise import jobs
+from meshwise.bridges import layouts
+from meshwise.bridges.weights import joined
 from meshwise.reshard.transports.carriers import Gloo
 
 
@@ -104,6 +107,34 @@ def restored(served: Served, kept: dict[str, torch.Tensor]) -> None:
             tensor.copy_(kept[name])
 
 
+class Plain:
+    """A worker without vLLM: tensors made of a saved layout, and a Refit into them."""
+
+    def __init__(self, path: Path) -> None:
+        self.layout = layouts.read(path)
+        self.model = layouts.tensors(self.layout)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        ranks = jobs.join_at(init_info["address"], "server", ("trainer", "server"))
+        self.refit = joined(
+            ranks, server=self.model, convert=True, atomic=True,
+            read=lambda _, rank: layouts.loaded(self.layout, rank),
+        )  # fmt: skip
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.refit()
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.refit.close()
+        self.refit.ranks.leave()
+
+
 ARMED: list[bool] = []  # the next message that arrives gets a flipped bit
 
 
@@ -116,39 +147,52 @@ def exchange(self: Gloo, host: Any, sends: Any, into: torch.Tensor, receives: An
 GENUINE, Gloo._exchange = Gloo._exchange, exchange
 
 
-def serve(store: dist.Store, rank: str, served: Served, name: str) -> None:
+def serve(store: dist.Store, rank: str, served: Served, name: str, folder: Path) -> None:
     """Answer calls until the client is done with this model."""
+    answers: Any = served
     for count in itertools.count(1):
         what, arguments = json.loads(store.get(f"{name}-call-{count}"))
         said = "done"
         try:
             if what == "compare":
+                if answers is not served:
+                    restored(served, dict(served.model.named_parameters()) | answers.model)
                 if wrong := differences(served, **arguments):
                     said = f"differ: {wrong[:5]}"
-                received = served.weight_transfer_engine.refit.moved.received_bytes
-                counts = [received, filled_bytes(served, **arguments)]
+                refit = served.weight_transfer_engine.refit or answers.refit
+                counts = [refit.moved.received_bytes, filled_bytes(served, **arguments)]
                 store.set(f"{name}-bytes-{rank}", json.dumps(counts))
             elif what == "die" and rank == "1":  # as soon as the next version begins
                 served.update_weights = lambda **_: os._exit(9)
             elif what == "flip":
                 ARMED.append(True)
-            elif what not in ("die", "stop"):
-                getattr(served, what)(**arguments)
+            elif what not in ("die", "stop", "again"):
+                getattr(answers, what)(**arguments)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         store.set(f"{name}-answer-{count}-{rank}", said)
+        if what in ("stop", "again"):
+            (served.weight_transfer_engine if answers is served else answers).shutdown()
         if what == "stop":
-            return served.weight_transfer_engine.shutdown()
+            return
+        if what == "again":  # without a second model, then without vLLM's
+            served.weight_transfer_engine._new = None
+            for tensor in served.model.parameters():
+                tensor.data.zero_()
+            if arguments["kind"] == "plain":
+                answers = Plain(layouts.file_of(folder / name, int(rank)))
 
 
 def main(folder: str, path: str, rank: str, world: str) -> None:
     load_general_plugins()  # as vLLM does at its start: ours is found by its entry point
     store = dist.FileStore(path, -1)
+    saved = Path(path).parent / "layouts"
     for model in sorted(Path(folder).iterdir()):
+        os.environ["MESHWISE_SAVE_LAYOUT"] = str(saved / model.name)
         served = Served(*built(str(model), int(rank), int(world), f"file://{path}-workers"))
         for tensor in served.model.parameters():
             tensor.data.zero_()
-        serve(store, rank, served, model.name)
+        serve(store, rank, served, model.name, saved)
 
 
 if __name__ == "__main__":
