@@ -80,9 +80,23 @@ def holdings_of_loader(
     that is thrown away. ValueError if the loader reads values, which stand-ins do not have.
     """
     recorder = Recorder({storage_of(tensor) for tensor in model.parameters()})
+    at = ""  # the tensor that the loader asked for last
+
+    def stand_ins() -> Iterator[tuple[str, Tensor]]:
+        nonlocal at
+        for name, (shape, dtype) in checkpoint.items():
+            at = f"{name} {list(shape)}: "
+            yield name, recorder.stand_in(name, shape, dtype)
+        at = ""
+
     with recorder:
-        stand_ins = [(name, recorder.stand_in(name, *of)) for name, of in checkpoint.items()]
-        (load or model.load_weights)(iter(stand_ins))  # type: ignore[operator]
+        try:
+            (load or model.load_weights)(stand_ins())  # type: ignore[operator]
+        except ValueError:
+            raise  # it says what it does not take
+        except Exception as error:
+            said = f"{type(error).__name__} {error}".partition("\n")[0].strip()
+            raise ValueError(f"{at}the server's loader does not take it ({said})") from error
     reading = _Reading(rank, recorder)
     for buffer, parameter in model.named_parameters():
         reading.parameter(buffer, parameter)
@@ -123,7 +137,7 @@ class Recorder(TorchDispatchMode):
         if func is _ATEN.copy_.default and storage_of(args[1]) in self.origins:
             return self._copy(args[0], args[1])
         if func._schema.is_mutable:  # in place: what it had is gone
-            self._spoil(args[0], func)
+            self._spoil(args[0], func, known)
         if func is _ATEN._to_copy.default:
             kwargs |= {"device": torch.device("meta")}
         try:
@@ -139,12 +153,16 @@ class Recorder(TorchDispatchMode):
                 self._know(each, _made(func, each, args, known))
         return made
 
-    def _spoil(self, changed: object, func: Any) -> None:
-        """Forget where elements came from that an operation changed in place."""
+    def _spoil(self, changed: object, func: Any, known: list[Tensor]) -> None:
+        """Forget where elements came from that an operation changed in place. A parameter is then
+        computed."""
         for tensor in _tensors(changed):
-            if origin := self.origins.get(storage_of(tensor)):
-                made = origin._replace(name="", computed=_name(func), copies=())
-                self.origins[storage_of(tensor)] = made
+            storage = storage_of(tensor)
+            if origin := self.origins.get(storage):
+                self.origins[storage] = origin._replace(name="", computed=_name(func), copies=())
+            elif storage in self.targets:
+                made = self._know(torch.empty(1, device="meta"), _computed(func, tensor, known))
+                self.copied.append((storage, (view_of(tensor),) * 2, storage_of(made)))
 
     def _copy(self, to: Tensor, of: Tensor) -> Tensor:
         """Note a copy, of a source that is broadcast as ``copy_`` does, and leave it undone."""
@@ -195,7 +213,12 @@ def _made(func: Any, made: Tensor, args: Any, known: list[Tensor]) -> _Origin:
         ]
         pieces = zip(map(view_of, parts), map(view_of, args[0]), strict=True)
         return _Origin(view, copies=tuple(zip(pieces, map(storage_of, args[0]), strict=True)))
-    # what it comes from, for messages
+    return _computed(func, made, known)
+
+
+def _computed(func: Any, made: Tensor, known: list[Tensor]) -> _Origin:
+    """Describe what an operation computes, with what it comes from for messages."""
+    view = view_of(made)
     named = tuple(((view, view_of(each)), storage_of(each)) for each in known)
     return _Origin(view, computed=_name(func), copies=named)
 
@@ -222,17 +245,12 @@ class _Reading:
         if storage in self.recorder.origins:  # param.data = stand-in
             copies = [*copies, ((whole, whole), storage)]
         orders, names, left = set[tuple[int, ...]](), dict[str, int](), parameter.numel()
-        for two, of in copies:
-            for (to, source), origin in self.recorder.sources(two, of):
-                if origin.computed:
-                    self.loaded.computed[buffer] = origin.computed
-                    continue
-                for local, box in pairs(to, whole, source, origin.whole):
-                    order, piece = _piece(self.rank, buffer, local, box, parameter.shape)
-                    orders.add(order)
-                    self.layouts.setdefault(origin.name, []).append(piece)
-                    names[origin.name] = len(box.sizes)
-                    left -= piece.box.num_elements
+        for name, local, box in self._boxes(buffer, whole, copies):
+            order, piece = _piece(self.rank, buffer, local, box, parameter.shape)
+            orders.add(order)
+            self.layouts.setdefault(name, []).append(piece)
+            names[name] = len(box.sizes)
+            left -= piece.box.num_elements
         if len(orders) > 1:
             raise ValueError(f"{buffer}: the loader transposes parts of it; no view says so")
         for order in orders:
@@ -247,6 +265,22 @@ class _Reading:
                 (order,) = orders
                 shape = [parameter.shape[dim] for dim in order]
                 self.padded.setdefault(name, []).append(padding(self.rank, buffer, shape, dims))
+
+    def _boxes(
+        self, buffer: str, whole: Strided, copies: Iterable[tuple[Two, int]]
+    ) -> Iterator[tuple[str, Region, Region]]:
+        """Yield what a parameter gets of which tensor, as boxes of both; note what is computed."""
+        try:
+            for two, of in copies:
+                for (to, source), origin in self.recorder.sources(two, of):
+                    if origin.computed:
+                        self.loaded.computed[buffer] = origin.computed
+                        continue
+                    for local, box in pairs(to, whole, source, origin.whole):
+                        yield origin.name, local, box
+        except (ValueError, AssertionError) as error:
+            said = error if isinstance(error, ValueError) else "its elements overlap"
+            raise ValueError(f"{buffer}: the loader copies no boxes of tensors ({said})") from None
 
     def told(self, checkpoint: Checkpoint) -> Loaded:
         held = {

@@ -2,8 +2,19 @@
 raises: vLLM calls it in every process that has Meshwise installed."""
 
 import logging
+from importlib import metadata
 
-_KNOWN = "0.33"
+KNOWN = "0.33"  # vLLM's versions whose interface of weight transfer is the one used
+
+
+def unknown(error: object) -> str:
+    """Say in one line which vLLM is needed, and which is here."""
+    try:
+        found = f"here is {metadata.version('vllm')}"
+    except metadata.PackageNotFoundError:
+        found = "vLLM is not installed"
+    said = " ".join(str(error).split())
+    return f"meshwise knows the weight transfer of vLLM {KNOWN}; {found} ({said})"
 
 
 def register() -> None:
@@ -18,7 +29,4 @@ def register() -> None:
             if "meshwise" not in registry._registry:
                 registry.register_engine("meshwise", "meshwise.bridges.vllm", engine)
     except Exception as error:
-        logging.getLogger("meshwise").warning(
-            "no weight transfer by meshwise: this vLLM's interface is not the one known "
-            "(vLLM %s): %s", _KNOWN, error
-        )  # fmt: skip
+        logging.getLogger("meshwise").warning("no weight transfer by meshwise: %s", unknown(error))

@@ -14,23 +14,28 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
-import vllm  # type: ignore[import-not-found]
 from torch import nn
-from vllm.distributed import parallel_state  # type: ignore[import-not-found]
-from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
-    ModuleSource,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 from meshwise import jobs
 from meshwise.bridges import layouts
 from meshwise.bridges.loader import Checkpoint, Loaded, holdings_of_loader
+from meshwise.bridges.plugin import unknown
 from meshwise.bridges.weights import joined
 from meshwise.reshard.weights import Refit
+
+try:
+    import vllm  # type: ignore[import-not-found]
+    from vllm.distributed import parallel_state  # type: ignore[import-not-found]
+    from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+        ModuleSource,
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+except ImportError as error:
+    raise ImportError(unknown(error)) from None
 
 _JOBS = ("trainer", "server")
 SAVE = "MESHWISE_SAVE_LAYOUT"  # a folder, in the server's environment
@@ -75,7 +80,7 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     refit: Refit | None = None
-    version: int | None = None
+    arrived = False  # since the update was started
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainers and plan; no weight moves."""
@@ -119,13 +124,23 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
             model: nn.Module = initialize_model(config)
         return model
 
+    @property
+    def version(self) -> int | None:
+        """The version in place; None before the first one, and while one is not whole."""
+        return self.refit.version if self.refit is not None else None
+
     def start_weight_update(self) -> None:
-        self.version = None
+        self.arrived = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive the next version into the live parameters."""
+        """Receive the next version into the live parameters. An error says which version stays."""
         assert self.refit is not None, "init_transfer_engine first"
-        self.version = self.refit().version
+        try:
+            self.refit()
+        except (RuntimeError, TimeoutError) as error:
+            has = f"version {self.version}" if self.version else "no whole version of a trainer"
+            raise type(error)(f"{error}; the server has {has}") from None
+        self.arrived = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Do as vLLM's own, which waits for an accelerator besides: the refit has waited."""
@@ -133,13 +148,12 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """RuntimeError if the update that was started did not arrive whole."""
-        if self.version is None:
+        if not self.arrived:
             raise RuntimeError("no whole version arrived since start_weight_update; send it again")
 
     def shutdown(self) -> None:
         if self.refit is not None:
-            self.refit.close()
-            self.refit.ranks.leave()
+            _end(self.refit)
             self.refit = None
 
 
@@ -184,8 +198,9 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             self.client.finish_weight_update(str(moved.version))
 
     def shutdown(self) -> None:
-        self.refit.close()
-        self.refit.ranks.leave()
+        """Leave, with the workers if the client can tell them, as vLLM's over HTTP can."""
+        ends = getattr(self.client, "shutdown_weight_transfer_engine", lambda: None)
+        self._beside(ends, lambda: _end(self.refit))
 
     def _beside(self, call: Callable[[], None], work: Callable[[], Any]) -> Any:
         """Do this rank's work while the sender's call to the workers is under way. If both fail,
@@ -213,3 +228,15 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         if failed:
             raise failed[0]
         return done
+
+
+def _end(refit: Refit) -> None:
+    """Close a Refit and leave its job, unless it was broken off: then nobody meets there."""
+    if not refit.ended:
+        refit.close()
+        refit.ranks.leave()
+
+
+for engine in (WorkerEngine, TrainerEngine):
+    if unlike := sorted(engine.__abstractmethods__):  # of a newer interface
+        raise ImportError(unknown(f"{engine.__base__.__name__} wants {', '.join(unlike)}"))

@@ -5,6 +5,7 @@ all of them. Each side's layout is read off its own code: transformers' when it 
 when it loads.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from meshwise.reshard.holdings import HeldTensor, Holdings
 from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.weights import Refit
 
+log = logging.getLogger("meshwise")
+_SCALED = "fp8", "fp8_e5m2", "int8", "uint8"  # mean nothing without scales
 Server = nn.Module | Mapping[str, Tensor]
 Read = Callable[[Checkpoint, int], Loaded]
 
@@ -107,6 +110,9 @@ def _destination(
                     layout=old.layout + tensor.layout, padded=old.padded + tensor.padded
                 )
             )
+    lost = [name for name in checkpoint.tensors if name not in merged]
+    if lost and ranks.rank == 0:
+        log.warning("no server's loader uses %s", ", ".join(lost[:8]))
     if server is None or mine is None:
         return None, merged
     placed = {piece.buffer for held in mine.holdings.values() for piece in held.layout}
@@ -148,15 +154,23 @@ def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> Ite
     for name, tensor in own.items():
         has = tuple(tensor.shape), live.NAMES.get(tensor.dtype, str(tensor.dtype))
         if has != planned.get(name, has):
-            yield f"{name}: {_said(*has)}, the layout says {_said(*planned[name])}; save it anew"
+            yield (
+                f"{name}: {_said(*has)} is served, the loader fills {_said(*planned[name])}; it "
+                "was changed after loading, or a saved layout is another model's"
+            )
     for name in [*planned.keys() - own.keys(), *own.keys() - planned.keys()]:
         where = "layout" if name in planned else "model"
         yield f"{name}: only the {where} has such a parameter; save the layout anew"
-    for name, (shape, _) in checkpoint.tensors.items():
+    for name, (shape, dtype) in checkpoint.tensors.items():
         if name not in held and name not in loaded.unread:
             yield f"{name}: the layout does not know this tensor of the checkpoint; save it anew"
         elif name in held and held[name].shape != shape:
             yield f"{name}: {shape} in the checkpoint, {held[name].shape} in the layout"
+        elif name in held and held[name].dtype in _SCALED and dtype not in _SCALED:
+            yield (
+                f"{name}: {dtype} in the trainer, {held[name].dtype} in the server; quantised "
+                "weights have scales, which the trainer's checkpoint has not"
+            )
     for name in held.keys() - checkpoint.tensors.keys():
         yield f"{name}: the layout has this tensor, the trainer's checkpoint has not"
 
@@ -165,11 +179,11 @@ def _said(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _told(error: Exception) -> str | None:
+def _told(error: Exception) -> str:
     """Return what the others get to know of an error, ours or a loader's."""
-    is_known = isinstance(error, ValueError | RuntimeError | KeyError)
-    said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-    return said.partition("\n")[0] if is_known else None
+    is_said = isinstance(error, ValueError | RuntimeError)
+    said = str(error) if is_said else f"{type(error).__name__}: {error}"
+    return said.partition("\n")[0]
 
 
 def _refuse(failed: list[str | None]) -> None:

@@ -88,7 +88,7 @@ def refusal(server, layout, checkpoint=SHAPES) -> str:
 def test_what_a_layout_is_not_of_is_refused_by_name(path):
     layout = layouts.read(path)
     wide = refusal(Served(torch.float32), layout)
-    assert "gate_up: fp32 [4, 6], the layout says bf16 [4, 6]; save it anew" in wide
+    assert "gate_up: fp32 [4, 6] is served, the loader fills bf16 [4, 6]" in wide
     more = refusal(Served(), layout, SHAPES | {"bias": (4,)})
     assert "bias: the layout does not know this tensor of the checkpoint" in more
     fewer = refusal(Served(), layout, {k: v for k, v in SHAPES.items() if k != "up"})
