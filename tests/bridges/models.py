@@ -1,6 +1,8 @@
 """Small models of each type that the bridges are tested with, as transformers' configurations."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     DeepseekV3Config,
@@ -57,9 +59,40 @@ MODELS: dict[str, tuple[PretrainedConfig, str]] = {
 }
 
 
-def written(name: str, folder: Path) -> Path:
-    """Write a model's config.json, as vLLM reads it; return its folder."""
-    config, architecture = MODELS[name]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+# what trainer and server have otherwise than MODELS, and the line that says so
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "llama@vocabulary": (
+        {}, {"vocab_size": 300},
+        "vocab_size: 250 in the trainer's configuration, 300 in the server's",
+    ),
+    "llama@heads": (  # of equal shapes
+        {}, {"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4},
+        "num_attention_heads: 4 in the trainer's configuration, 8 in the server's",
+    ),
+    "llama@tied": (
+        {}, {"tie_word_embeddings": True},
+        "tie_word_embeddings: False in the trainer's configuration, True in the server's",
+    ),
+    "llama@layers": (
+        {}, {"num_hidden_layers": 3},
+        "num_hidden_layers: 2 in the trainer's configuration, 3 in the server's",
+    ),
+    "llama@quantised": (
+        WIDE, WIDE | {"quantization_config": BLOCKS},
+        "self_attn.o_proj.weight: bf16 in the trainer, fp8 in the server; quantised weights have "
+        "scales",
+    ),
+}  # fmt: skip
+
+
+def written(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """Write a model's config.json, as vLLM reads it; return its folder. In ``llama@tp`` the way
+    stands behind the model, see ``trainer.sharded``."""
+    config, architecture = MODELS[name.partition("@")[0]]
     config.architectures = [architecture]
     config.save_pretrained(folder / name)
+    path = folder / name / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (changes or {})))
     return folder / name

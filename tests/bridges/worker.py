@@ -1,6 +1,6 @@
-"""One vLLM worker: worker.py FOLDER STORE RANK WORLD. For each model in the folder it builds vLLM's
-own, and answers a client's calls by vLLM's own methods. ``compare`` holds the weights beside those
-that vLLM's loader makes of the saved checkpoint.
+"""One vLLM worker: worker.py FOLDER STORE RANK WORLD [STAGES]. For each model in the folder it
+builds vLLM's own, and answers a client's calls by vLLM's own methods. ``compare`` holds the weights
+beside those that vLLM's loader makes of the saved checkpoint.
 """
 
 import itertools
@@ -26,6 +26,8 @@ from vllm.config import (
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -35,6 +37,9 @@ from meshwise import jobs
 from meshwise.bridges import layouts
 from meshwise.bridges.weights import joined
 from meshwise.reshard.transports.carriers import Gloo
+
+# The wheel lacks the operator of this kernel. Weights are made and loaded without it.
+CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda *_, **__: (True, None))
 
 
 class Served(Worker):
@@ -52,21 +57,25 @@ class Served(Worker):
         return self.model
 
 
-def built(folder: str, rank: int, world: int, meeting: str) -> tuple[VllmConfig, torch.nn.Module]:
+def built(
+    folder: str, rank: int, world: int, meeting: str, stages: int = 1
+) -> tuple[VllmConfig, torch.nn.Module]:
     model = ModelConfig(
         model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16",
         enforce_eager=True,
     )  # fmt: skip
     config = VllmConfig(
         model_config=model,
-        parallel_config=ParallelConfig(tensor_parallel_size=world),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=world // stages, pipeline_parallel_size=stages
+        ),
         device_config=DeviceConfig(device="cpu"),
         weight_transfer_config=WeightTransferConfig(backend="meshwise"),
     )
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.init_distributed_environment(world, rank, meeting, rank, backend="gloo")
-            parallel_state.initialize_model_parallel(world)
+            parallel_state.initialize_model_parallel(world // stages, stages)
         with set_default_torch_dtype(torch.bfloat16):
             return config, initialize_model(config)
 
@@ -87,6 +96,21 @@ def filled_bytes(served: Served, path: str) -> int:
     loaded = by_vllm(served, ones)
     restored(served, kept)
     return sum(of.element_size() * int((of == 1).sum()) for of in loaded.values())
+
+
+def other_bytes(served: Served, path: str) -> list[int]:
+    """Count what this worker needs, and what vLLM's nccl (whole tensors) and nccl_m2n (shards where
+    a tensor is a parameter of its own, as vLLM's code decides) send to it."""
+    tensors = saved_in(path)
+    ranks = served.vllm_config.parallel_config.tensor_parallel_size
+    of_m2n = resolve_parameter_destinations(
+        served.model, [*tensors], [t.dtype for t in tensors.values()],
+        [t.shape for t in tensors.values()], num_workers=ranks, shard_axis_size=ranks,
+        allow_direct=True,
+    )  # fmt: skip
+    parts = [tensors[of.name] if of.tensor is None else of.tensor for of in of_m2n]
+    whole = [*tensors.values()]
+    return [filled_bytes(served, path), *(sum(t.nbytes for t in kind) for kind in (whole, parts))]
 
 
 def saved_in(path: str) -> dict[str, torch.Tensor]:
@@ -159,17 +183,18 @@ def serve(store: dist.Store, rank: str, served: Served, name: str, folder: Path)
                     restored(served, dict(served.model.named_parameters()) | answers.model)
                 if wrong := differences(served, **arguments):
                     said = f"differ: {wrong[:5]}"
-                refit = served.weight_transfer_engine.refit or answers.refit
-                counts = [refit.moved.received_bytes, filled_bytes(served, **arguments)]
-                store.set(f"{name}-bytes-{rank}", json.dumps(counts))
+                if refit := served.weight_transfer_engine.refit:
+                    counts = [refit.moved.received_bytes, *other_bytes(served, **arguments)]
+                    store.set(f"{name}-bytes-{rank}", json.dumps(counts))
             elif what == "die" and rank == "1":  # as soon as the next version begins
                 served.update_weights = lambda **_: os._exit(9)
             elif what == "flip":
                 ARMED.append(True)
-            elif what not in ("die", "stop", "again"):
+            elif what not in ("die", "trainer", "stop", "again"):
                 getattr(answers, what)(**arguments)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
+            print(said, flush=True)
         store.set(f"{name}-answer-{count}-{rank}", said)
         if what in ("stop", "again"):
             (served.weight_transfer_engine if answers is served else answers).shutdown()
@@ -183,13 +208,14 @@ def serve(store: dist.Store, rank: str, served: Served, name: str, folder: Path)
                 answers = Plain(layouts.file_of(folder / name, int(rank)))
 
 
-def main(folder: str, path: str, rank: str, world: str) -> None:
+def main(folder: str, path: str, rank: str, world: str, stages: str = "1") -> None:
     load_general_plugins()  # as vLLM does at its start: ours is found by its entry point
     store = dist.FileStore(path, -1)
     saved = Path(path).parent / "layouts"
     for model in sorted(Path(folder).iterdir()):
         os.environ["MESHWISE_SAVE_LAYOUT"] = str(saved / model.name)
-        served = Served(*built(str(model), int(rank), int(world), f"file://{path}-workers"))
+        place = int(rank), int(world), f"file://{path}-workers", int(stages)
+        served = Served(*built(str(model), *place))
         for tensor in served.model.parameters():
             tensor.data.zero_()
         serve(store, rank, served, model.name, saved)
