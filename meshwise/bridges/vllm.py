@@ -91,7 +91,9 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         """Return what vLLM's loader does, of the file if there is one, else of a new model."""
         of_tp, of_pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
         number = of_pp.rank_in_group * of_tp.world_size + of_tp.rank_in_group
-        loader = f"vllm {vllm.__version__} {type(self.model).__name__}"
+        places = [f"{of.rank_in_group} of {of.world_size}" for of in (of_tp, of_pp)]
+        model = type(self.model).__name__
+        loader = f"vllm {vllm.__version__} {model}, tp {places[0]}, pp {places[1]}"
         if self.layout:
             path = layouts.file_of(self.layout, number)
             layout = layouts.read(path)
