@@ -85,7 +85,16 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainers and plan; no weight moves."""
         self.layout = init_info.layout
-        self.refit = init_info.join("server", server=self.model, read=self._read)
+        derived = {f"{at}.{own}" for at, of in self._deriving() for own in of._parameters}
+        self.refit = init_info.join("server", server=self.model, read=self._read, derived=derived)
+
+    def _deriving(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers that derive parameters from others' after loading, as MLA does."""
+        from vllm.model_executor.model_loader.utils import (  # type: ignore[import-not-found]
+            is_deferred_attention_layer,
+        )
+
+        return [each for each in self.model.named_modules() if is_deferred_attention_layer(each[1])]
 
     def _read(self, checkpoint: Checkpoint, rank: int) -> Loaded:
         """Return what vLLM's loader does, of the file if there is one, else of a new model."""
@@ -110,9 +119,7 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
     def _new(self) -> nn.Module:
         """Return a model like the served one, without memory. Layers are registered by name in
         their configuration, so it gets one of its own."""
-        from vllm.model_executor.model_loader.utils import (  # type: ignore[import-not-found]
-            initialize_model,
-        )
+        from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import (  # type: ignore[import-not-found]
             set_default_torch_dtype,
         )
@@ -149,9 +156,13 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """RuntimeError if the update that was started did not arrive whole."""
+        """Derive anew what vLLM derives from loaded weights. RuntimeError if the update that was
+        started did not arrive whole."""
         if not self.arrived:
             raise RuntimeError("no whole version arrived since start_weight_update; send it again")
+        with torch.no_grad():
+            for _, module in self._deriving():
+                module.process_weights_after_loading(self.model_config.dtype)  # type: ignore[operator]
 
     def shutdown(self) -> None:
         if self.refit is not None:

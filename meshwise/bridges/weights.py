@@ -6,7 +6,7 @@ when it loads.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,6 +41,7 @@ def joined(
     source: nn.Module | None = None,
     server: Server | None = None,
     read: Read | None = None,
+    derived: Collection[str] = (),
     **options: Any,
 ) -> Refit:
     """Return the Refit from all trainers' modules to all servers' models; every rank calls this.
@@ -48,14 +49,15 @@ def joined(
     ``source``: the module, on trainers' ranks. ``server``: the model that is served, on servers',
     or its parameters by name. ``read`` tells what its loader does with a checkpoint, as a rank's:
     by another model like it, which needs no memory and may be on the meta device, or of a file
-    (``layouts``). ``options``: of ``Refit``. ValueError on all ranks, by name, if a server lacks a
+    (``layouts``). ``derived``: parameters that the server makes of others; the caller has it make
+    them anew. ``options``: of ``Refit``. ValueError on all ranks, by name, if a server lacks a
     tensor, or computes one.
     """
     checkpoint = _first(ranks, Saved, lambda: _checkpoint(source) if source else None)
     shares = live.gathered(source, ranks)
     shapes = {name: shape for name, (shape, _) in checkpoint.tensors.items()}
     held = renamed(live.held(shares, as_source=True), shapes, checkpoint.same)
-    destination, loaded = _destination(ranks, server, read, checkpoint)
+    destination, loaded = _destination(ranks, server, read, checkpoint, derived)
     return Refit(source, held, destination, loaded, ranks=ranks, **options)
 
 
@@ -76,7 +78,11 @@ def _checkpoint(module: nn.Module) -> Saved:
 
 
 def _destination(
-    ranks: Ranks, server: Server | None, read: Read | None, checkpoint: Saved
+    ranks: Ranks,
+    server: Server | None,
+    read: Read | None,
+    checkpoint: Saved,
+    derived: Collection[str] = (),
 ) -> tuple[dict[str, Tensor] | None, Holdings]:
     """Return this rank's tensors to fill, and what all ranks hold."""
     own = dict(server.named_parameters() if isinstance(server, nn.Module) else server or {})
@@ -93,7 +99,8 @@ def _destination(
         else:
             raise ValueError("parameters by name have no loader; read its layout from a file")
         _check_config(checkpoint.config, found.config)
-        _check(found, own, checkpoint)
+        filled = {n: t for n, t in own.items() if n in found.parameters or n not in derived}
+        _check(found, filled, checkpoint)
         return found
 
     mine, failed = ranks.together(loaded, _told)
