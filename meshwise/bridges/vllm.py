@@ -89,12 +89,16 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         self.refit = init_info.join("server", server=self.model, read=self._read, derived=derived)
 
     def _deriving(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers that derive parameters from others' after loading, as MLA does."""
+        """Return the layers that derived parameters from others' after loading, as MLA does."""
         from vllm.model_executor.model_loader.utils import (  # type: ignore[import-not-found]
             is_deferred_attention_layer,
         )
 
-        return [each for each in self.model.named_modules() if is_deferred_attention_layer(each[1])]
+        return [
+            (at, module)
+            for at, module in self.model.named_modules()
+            if is_deferred_attention_layer(module) and any(True for _ in module.parameters(False))
+        ]
 
     def _read(self, checkpoint: Checkpoint, rank: int) -> Loaded:
         """Return what vLLM's loader does, of the file if there is one, else of a new model."""
