@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "bridges": 918,
+    "bridges": 1_212,
     "cli": 1_687,
     "engine": 3_270,
     "fit": 1_407,
@@ -24,7 +24,7 @@ ROOMS = {
     "probe": 7_366,
     "reshard": 5_189,
     "search": 5_954,
-    "spec": 3_472,
+    "spec": 3_547,
     "suites": 1_003,
     "verbs": 5_247,
     "": 4_397,  # modules beside the rooms
