@@ -60,8 +60,12 @@ def numbers(model: object) -> dict[str, int | bool]:
     have the same, or the same elements mean something else."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    told = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {k: v for k, v in told.items() if isinstance(v, int) and _COUNTED.search(k)}
+    return counted(config.to_dict() if hasattr(config, "to_dict") else {})
+
+
+def counted(config: Mapping[str, Any]) -> dict[str, int | bool]:
+    """Return the sizes and counts of a config.json."""
+    return {k: v for k, v in config.items() if isinstance(v, int) and _COUNTED.search(k)}
 
 
 def padding(rank: int, buffer: str, shape: Sequence[int], dims: int) -> Padded:

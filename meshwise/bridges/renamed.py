@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from meshwise.bridges.strides import Region, flattened
-from meshwise.reshard.holdings import HeldTensor, Holdings, buffers
+from meshwise.reshard.holdings import HeldTensor, Holdings, Padded, buffers
 from meshwise.reshard.regions import Box, Piece
 
 
@@ -30,6 +30,7 @@ def renamed(held: Holdings, shapes: Shapes, same: Iterable[Same]) -> Holdings:
     ValueError if a tensor is another one transposed.
     """
     layouts: dict[str, list[Piece]] = {}
+    padded: dict[str, dict[Padded, None]] = {}
     dtypes = dict[str, str]()
     locals_of: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {}
     for each in same:
@@ -42,6 +43,8 @@ def renamed(held: Holdings, shapes: Shapes, same: Iterable[Same]) -> Holdings:
             raise ValueError(f"{each.name} is {each.of} transposed; give the transposed view")
         dtypes[each.name] = tensor.dtype
         layouts.setdefault(each.name, [])
+        ends = (end._replace(buffer=end.buffer or each.of) for end in tensor.padded)
+        padded.setdefault(each.name, {}).update(dict.fromkeys(ends))
         for piece in tensor.layout:
             box = _box(each.of_part)
             if common := piece.box.intersect(box):
@@ -49,7 +52,10 @@ def renamed(held: Holdings, shapes: Shapes, same: Iterable[Same]) -> Holdings:
                     locals_of[piece.rank] = buffers(held, piece.rank)
                 shape, _ = locals_of[piece.rank][piece.buffer or each.of]
                 layouts[each.name].append(_moved(each, piece, common, shape))
-    return {name: HeldTensor(shapes[name], dtypes[name], tuple(layouts[name])) for name in layouts}
+    return {
+        name: HeldTensor(shapes[name], dtypes[name], tuple(layouts[name]), tuple(padded[name]))
+        for name in layouts
+    }
 
 
 def _box(part: Region) -> Box:

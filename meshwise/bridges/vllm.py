@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from meshwise import jobs
-from meshwise.bridges import layouts
+from meshwise.bridges import layouts, megatron
 from meshwise.bridges.loader import Checkpoint, Loaded, holdings_of_loader
 from meshwise.bridges.plugin import unknown
-from meshwise.bridges.weights import joined
+from meshwise.bridges.weights import Source, joined
 from meshwise.reshard.weights import Refit
 
 try:
@@ -176,14 +176,18 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class TrainerInfo(Joining, TrainerInitInfo):  # type: ignore[misc]
-    """``Joining``, and ``rank`` of this trainer."""
+    """``Joining``, and ``rank`` of this trainer. ``checkpoint``: for Megatron-core's model chunks
+    the folder with the config.json that vLLM serves."""
 
     backend: ClassVar[str] = "meshwise"
+
+    checkpoint: str = ""
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """A trainer rank's side. ``source``: a module of transformers (plain, FSDP2 or tp), or vLLM's
-    ``ModuleSource`` of one."""
+    ``ModuleSource`` of one; with ``TrainerInfo.checkpoint`` Megatron-core's model chunk, or a list
+    of them."""
 
     init_info_cls = TrainerInfo
     refit: Refit
@@ -191,18 +195,14 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     @classmethod
     def trainer_init(cls, init_info: TrainerInfo, *, client: Any, source: Any = None) -> Self:
         """Join the workers and plan; no weight moves. Every trainer rank calls this."""
-        module = source._module if isinstance(source, ModuleSource) else source
-        if not isinstance(module, nn.Module):
-            raise ValueError(
-                f"source is {type(source).__name__}; give the module, or ModuleSource(module)"
-            )
+        weights = _source(source, init_info.checkpoint)
         engine = cls(
             client=client, source=source, is_sender=init_info.rank == 0, rank=init_info.rank
         )
         told = {each.name: getattr(init_info, each.name) for each in fields(Joining)}
         engine.refit = engine._beside(
             lambda: client.init_weight_transfer_engine(told),
-            lambda: init_info.join("trainer", source=module),
+            lambda: init_info.join("trainer", source=weights),
         )
         return engine
 
@@ -245,6 +245,24 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         if failed:
             raise failed[0]
         return done
+
+
+def _source(given: Any, checkpoint: str) -> nn.Module | Source:
+    """Return a trainer's weights. ValueError if they are none that is known."""
+    if checkpoint:
+        return megatron.source(given, checkpoint)
+    module = given._module if isinstance(given, ModuleSource) else given
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"source is {type(given).__name__}; give the module, or ModuleSource(module), or "
+            "Megatron's model chunks with TrainerInfo(checkpoint=) of the served config.json"
+        )
+    if megatron.is_one(module):
+        raise ValueError(
+            f"source is Megatron's {type(module).__name__}; name the folder of the served "
+            "config.json by TrainerInfo(checkpoint=)"
+        )
+    return module
 
 
 def _end(refit: Refit) -> None:

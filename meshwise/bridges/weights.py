@@ -1,22 +1,22 @@
 """A trainer's and a server's weights, tied together by the checkpoint's names.
 
-In: on trainers' ranks a module, on servers' a model that loads checkpoints. Out: a ``Refit`` over
-all of them. Each side's layout is read off its own code: transformers' when it saves, the server's
-when it loads.
+In: on trainers' ranks a module or another ``Source``, on servers' a model that loads checkpoints.
+Out: a ``Refit`` over all of them. Each side's layout is read off its own code: transformers' when
+it saves, the server's when it loads.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor, nn
 
-from meshwise.bridges.hugging_face import saved
+from meshwise.bridges import hugging_face
 from meshwise.bridges.loader import ZEROED, Checkpoint, Loaded, holdings_of_loader, numbers
 from meshwise.bridges.renamed import Same, renamed
 from meshwise.ranks import Ranks
-from meshwise.reshard import checks, live
+from meshwise.reshard import checks, holdings, live
 from meshwise.reshard.holdings import HeldTensor, Holdings
 from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.weights import Refit
@@ -28,37 +28,57 @@ Read = Callable[[Checkpoint, int], Loaded]
 
 
 class Saved(NamedTuple):
-    """A trainer's module in its checkpoint: shapes and dtypes by name, and where the module has the
-    same elements. ``config``: see ``loader.numbers``."""
+    """A checkpoint: its tensors' shapes by name, and of what they are parts. ``config``: see
+    ``loader.numbers``."""
 
-    tensors: dict[str, tuple[tuple[int, ...], str]]
+    shapes: dict[str, tuple[int, ...]]
     same: list[Same]
     config: dict[str, int | bool]
 
 
+class Source(NamedTuple):
+    """A trainer rank's live weights. ``held`` tells what this rank, whose number it is given, holds
+    (None: read off the module's DTensors), ``saved`` which checkpoint these tensors make."""
+
+    module: nn.Module
+    saved: Callable[[], Saved]
+    held: Callable[[int], Holdings] | None = None
+
+
 def joined(
     ranks: Ranks,
-    source: nn.Module | None = None,
+    source: nn.Module | Source | None = None,
     server: Server | None = None,
     read: Read | None = None,
     derived: Collection[str] = (),
     **options: Any,
 ) -> Refit:
-    """Return the Refit from all trainers' modules to all servers' models; every rank calls this.
+    """Return the Refit from all trainers' weights to all servers' models; every rank calls this.
 
-    ``source``: the module, on trainers' ranks. ``server``: the model that is served, on servers',
-    or its parameters by name. ``read`` tells what its loader does with a checkpoint, as a rank's:
-    by another model like it, which needs no memory and may be on the meta device, or of a file
-    (``layouts``). ``derived``: parameters that the server makes of others; the caller has it make
-    them anew. ``options``: of ``Refit``. ValueError on all ranks, by name, if a server lacks a
-    tensor, or computes one.
+    ``source``: on trainers' ranks, a module of transformers, or what another library's tells.
+    ``server``: the model that is served, on servers', or its parameters by name. ``read`` tells
+    what its loader does with a checkpoint, as a rank's: by another model like it, which needs no
+    memory and may be on the meta device, or of a file (``layouts``). ``derived``: parameters that
+    the server makes of others; the caller has it make them anew. ``options``: of ``Refit``.
+    ValueError on all ranks, by name, if a server lacks a tensor, or computes one.
     """
-    checkpoint = _first(ranks, Saved, lambda: _checkpoint(source) if source else None)
-    shares = live.gathered(source, ranks)
-    shapes = {name: shape for name, (shape, _) in checkpoint.tensors.items()}
-    held = renamed(live.held(shares, as_source=True), shapes, checkpoint.same)
-    destination, loaded = _destination(ranks, server, read, checkpoint, derived)
-    return Refit(source, held, destination, loaded, ranks=ranks, **options)
+    if isinstance(source, nn.Module):
+        source = from_module(source)
+    module = source.module if source else None
+    saved = _first(ranks, Saved, source.saved if source else lambda: None)
+    checkpoint = renamed(_held(ranks, source), saved.shapes, saved.same)
+    destination, loaded = _destination(ranks, server, read, checkpoint, saved.config, derived)
+    return Refit(module, checkpoint, destination, loaded, ranks=ranks, **options)
+
+
+def from_module(module: nn.Module) -> Source:
+    """Return a module of transformers, plain or of DTensors, as a source."""
+
+    def saved() -> Saved:
+        shapes, same = hugging_face.saved(module)
+        return Saved(dict(shapes), same, numbers(module))
+
+    return Source(module, saved)
 
 
 def _first(ranks: Ranks, kind: type, make: Callable[[], Any]) -> Any:
@@ -69,19 +89,35 @@ def _first(ranks: Ranks, kind: type, make: Callable[[], Any]) -> Any:
     return msgspec.convert(told, kind)
 
 
-def _checkpoint(module: nn.Module) -> Saved:
-    shapes, same = saved(module)
-    dtypes = {name: live.NAMES[tensor.dtype] for name, tensor in live.named(module).items()}
-    of = {each.name: dtypes[each.of] for each in same}
-    tensors = {name: (shape, of[name]) for name, shape in shapes.items()}
-    return Saved(tensors, same, numbers(module))
+def _held(ranks: Ranks, source: Source | None) -> Holdings:
+    """Return what all ranks hold of the trainers' tensors."""
+    shares = live.gathered(source.module if source else None, ranks)
+    tell = source.held if source else None
+    mine, failed = ranks.together(lambda: tell(ranks.rank) if tell else None, _told)
+    _refuse(failed)
+    told = [each and msgspec.convert(each, dict[str, HeldTensor]) for each in ranks.gather(mine)]
+    return _merged(told) if any(told) else live.held(shares, as_source=True)
+
+
+def _merged(told: Iterable[Holdings | None]) -> Holdings:
+    """Put together what ranks say that they hold. ValueError if they differ about a dtype."""
+    merged: dict[str, HeldTensor] = {}
+    wrong: dict[str, str] = {}
+    for each in told:
+        for name, tensor in (each or {}).items():
+            holdings.add(merged, name, tensor)
+            if (dtype := merged[name].dtype) != tensor.dtype:
+                wrong[name] = f"{name} is {dtype} on some ranks and {tensor.dtype} on others"
+    checks.refuse([*wrong.values()])
+    return merged
 
 
 def _destination(
     ranks: Ranks,
     server: Server | None,
     read: Read | None,
-    checkpoint: Saved,
+    checkpoint: Holdings,
+    config: Mapping[str, object],
     derived: Collection[str] = (),
 ) -> tuple[dict[str, Tensor] | None, Holdings]:
     """Return this rank's tensors to fill, and what all ranks hold."""
@@ -90,15 +126,15 @@ def _destination(
     def loaded() -> Loaded | None:
         if server is None:
             return None
-        _check_config(checkpoint.config, numbers(server))
-        tensors = {n: (s, DTYPES[d]) for n, (s, d) in checkpoint.tensors.items()}
+        _check_config(config, numbers(server))
+        tensors = {name: (of.shape, DTYPES[of.dtype]) for name, of in checkpoint.items()}
         if read is not None:
             found = read(tensors, ranks.rank)
         elif isinstance(server, nn.Module):
             found = holdings_of_loader(server, tensors, rank=ranks.rank)
         else:
             raise ValueError("parameters by name have no loader; read its layout from a file")
-        _check_config(checkpoint.config, found.config)
+        _check_config(config, found.config)
         filled = {n: t for n, t in own.items() if n in found.parameters or n not in derived}
         _check(found, filled, checkpoint)
         return found
@@ -106,18 +142,8 @@ def _destination(
     mine, failed = ranks.together(loaded, _told)
     _refuse(failed)
     told = [each and msgspec.convert(each, Loaded) for each in ranks.gather(mine)]
-    merged: dict[str, HeldTensor] = {}
-    for each in told:
-        for name, tensor in (each.holdings if each else {}).items():
-            old = merged.get(name)
-            merged[name] = (
-                tensor
-                if old is None
-                else old._replace(
-                    layout=old.layout + tensor.layout, padded=old.padded + tensor.padded
-                )
-            )
-    lost = [name for name in checkpoint.tensors if name not in merged]
+    merged = _merged(each and each.holdings for each in told)
+    lost = [name for name in checkpoint if name not in merged]
     if lost and ranks.rank == 0:
         log.warning("no server's loader uses %s", ", ".join(lost[:8]))
     if server is None or mine is None:
@@ -130,7 +156,7 @@ def _destination(
     }, merged
 
 
-def _check(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> None:
+def _check(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Holdings) -> None:
     """Refuse a layout that is not of these parameters and this checkpoint, and what cannot be
     filled from the checkpoint alone."""
     checks.refuse([*_unlike(loaded, own, checkpoint)])
@@ -155,7 +181,7 @@ def _check_config(trainers: Mapping[str, object], servers: Mapping[str, object])
     checks.refuse(wrong)
 
 
-def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> Iterator[str]:
+def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Holdings) -> Iterator[str]:
     """Yield how a layout, perhaps of a file, differs from the parameters and the checkpoint."""
     planned, held = loaded.parameters, loaded.holdings
     for name, tensor in own.items():
@@ -168,7 +194,7 @@ def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> Ite
     for name in [*planned.keys() - own.keys(), *own.keys() - planned.keys()]:
         where = "layout" if name in planned else "model"
         yield f"{name}: only the {where} has such a parameter; save the layout anew"
-    for name, (shape, dtype) in checkpoint.tensors.items():
+    for name, (shape, dtype, *_) in checkpoint.items():
         if name not in held and name not in loaded.unread:
             yield f"{name}: the layout does not know this tensor of the checkpoint; save it anew"
         elif name in held and held[name].shape != shape:
@@ -178,7 +204,7 @@ def _unlike(loaded: Loaded, own: Mapping[str, Tensor], checkpoint: Saved) -> Ite
                 f"{name}: {dtype} in the trainer, {held[name].dtype} in the server; quantised "
                 "weights have scales, which the trainer's checkpoint has not"
             )
-    for name in held.keys() - checkpoint.tensors.keys():
+    for name in held.keys() - checkpoint.keys():
         yield f"{name}: the layout has this tensor, the trainer's checkpoint has not"
 
 

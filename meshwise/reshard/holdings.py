@@ -13,7 +13,7 @@ No piece holds rows of padding, and nothing sends or writes them. Only ``padded`
 such buffers are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
     In megatron order layers are numbered within their stage. If a rank has several stages, the
     names of its c-th begin with ``model{c}.``, as in Megatron's checkpoints.
     """
-    _check(model, layout)
+    check(model, layout)
     stages = []
     width = layout.tp * layout.dp
     for number, layers in enumerate(layout.stage_layers(model.layers)):
@@ -118,7 +118,7 @@ def of_plan(plan: Plan) -> Holdings:
         )
     stages = []
     for stage in plan.stages:
-        _check(plan.model, WeightLayout(tp=stage.tp))
+        check(plan.model, WeightLayout(tp=stage.tp))
         inside = plan.layout.of_rank(stage.pipeline_rank)
         ranks = range(stage.devices[0], stage.devices[-1] + 1)
         layers = range(stage.first_layer, stage.last_layer)
@@ -158,7 +158,7 @@ def _vocab_rows(vocab: int, multiple: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def _check(model: Decoder | Model, layout: WeightLayout) -> None:
+def check(model: Decoder | Model, layout: WeightLayout) -> None:
     """Refuse, by the name of the field, a layout that cannot cut this model."""
     tp, moe = layout.tp, None if isinstance(model, Model) else model.experts
     if isinstance(model, Decoder):
@@ -193,7 +193,7 @@ def _check(model: Decoder | Model, layout: WeightLayout) -> None:
         layout.fail("vocab_multiple", f"tp = {tp} must divide the {rows} rows; use {128 * tp}")
 
 
-def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
+def members_of(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
     """Group logical tensors by ``layers.3`` or ``root``; split stacked gates and ups."""
     found: dict[str, list[Member]] = {}
     for weight in weights(model):
@@ -214,7 +214,7 @@ def _held(
 ) -> Holdings:
     """Build the holdings stage by stage. Equal layers of a stage differ only in their buffers'
     names. ``multiple``: rows of the vocabulary are padded to a multiple of it."""
-    units = _members(model)
+    units = members_of(model)
     (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
     vocab_rows = _vocab_rows(table[0], multiple)
     made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, HeldTensor]] = {}
@@ -225,17 +225,17 @@ def _held(
             f"layers.{layer}.": (layer_prefix(model, order, layer, local), units[f"layers.{layer}"])
             for local, layer in enumerate(stage.layers)
         }
-        unit_of[""] = "", _root(model, units["root"], number == 0, is_last, stage.head)
+        unit_of[""] = "", root_of(model, units["root"], number == 0, is_last, stage.head)
         for logical, (prefix, members) in unit_of.items():
             key = members, stage.mesh
             if key not in made:
                 made[key] = _spread(members, model, order, dtype, vocab_rows, stage.mesh)
             for name, tensor in made[key].items():
-                _add(found, logical + name, _renamed(tensor, stage.prefix + prefix))
+                add(found, logical + name, _renamed(tensor, stage.prefix + prefix))
     return found
 
 
-def _root(
+def root_of(
     model: Decoder | Model, members: Sequence[Member], first: bool, last: bool, head: bool
 ) -> tuple[Member, ...]:
     """Return the tensors of a stage that are in no layer."""
@@ -247,8 +247,9 @@ def _root(
     return inputs * first + outputs * last
 
 
-def _add(found: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
-    if name in found:  # the embedding, again as the head
+def add(found: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
+    """Add what more ranks, or more buffers, hold of a tensor."""
+    if name in found:
         old = found[name]
         tensor = old._replace(layout=old.layout + tensor.layout, padded=old.padded + tensor.padded)
     found[name] = tensor
@@ -274,12 +275,23 @@ def _spread(
     mesh: _Mesh,
 ) -> dict[str, HeldTensor]:
     """Lay the members out over the ranks of a mesh, rank by rank, buffer names without a prefix."""
+    buffers = (
+        (rank, buffer, buffer.name if order != "plain" or buffer.name != buffer.tensor else "")
+        for rank, buffer in _by_rank(members, model, order, vocab_rows, mesh)
+    )
+    dtypes = {name: "fp32" if name == ROUTER_BIAS else dtype for name, _, _ in members}
+    return spread(members, buffers, dtypes)
+
+
+def spread(
+    members: Sequence[Member], buffers: Iterable[tuple[int, Fused, str]], dtypes: Mapping[str, str]
+) -> dict[str, HeldTensor]:
+    """Return what buffers hold of each member. A buffer: its rank, what it holds, its name ("": as
+    the logical tensor)."""
     layouts: dict[str, list[Piece]] = {member.tensor: [] for member in members}
     padded: dict[str, list[Padded]] = {member.tensor: [] for member in members}
     missing = dict.fromkeys(layouts, 0)
-    for rank, buffer in _by_rank(members, model, order, vocab_rows, mesh):
-        named = order != "plain" or buffer.name != buffer.tensor
-        called = buffer.name if named else ""
+    for rank, buffer, called in buffers:
         for name, (_, box, offset, _) in buffer.pieces:
             layouts[name].append(Piece(rank, box, offset, called))
             missing[name] = buffer.missing_dims
@@ -288,7 +300,7 @@ def _spread(
     return {
         name: HeldTensor(
             shape,
-            "fp32" if name == ROUTER_BIAS else dtype,
+            dtypes[name],
             tuple(layouts[name]),
             tuple(padded[name]),
             len(shape) - missing[name] if missing[name] else None,

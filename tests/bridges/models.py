@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[PretrainedConfig, str]] = {
     ),
 }
 
+DEEP = {"llama-deep": (LlamaConfig(**SMALL | {"num_hidden_layers": 4}), "LlamaForCausalLM")}
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -89,8 +90,8 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def written(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Path:
     """Write a model's config.json, as vLLM reads it; return its folder. In ``llama@tp`` the way
-    stands behind the model, see ``trainer.sharded``."""
-    config, architecture = MODELS[name.partition("@")[0]]
+    stands behind the model, see ``trainer.sharded`` and ``megatron_model.made``."""
+    config, architecture = (MODELS | DEEP)[name.partition("@")[0]]
     config.architectures = [architecture]
     config.save_pretrained(folder / name)
     path = folder / name / "config.json"

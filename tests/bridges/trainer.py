@@ -3,13 +3,15 @@ makes transformers' own, shards it, and sends two versions to vLLM's workers. A 
 every weight, in place, as an optimizer would; where the folder says a way of sharding (llama@tp),
 the second step is one of AdamW on a loss. FAULT: flip, die (a
 worker), trainer (one dies), refuse (no engine can be made), or layouts (no fault: workers that then
-read saved layouts).
+read saved layouts). Megatron-core's model (llama@megatron-...) is made, changed and saved by
+``megatron_model``.
 """
 
 import copy
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -141,21 +143,24 @@ def main(folder: str, path: str, port: str, workers: str, fault: str = "") -> No
 
     first = dist.get_rank() == 0
     for number, config in enumerate(sorted(Path(folder).iterdir())):
-        model, client = made(config), Client(path, config.name, int(workers))
+        by_megatron = "@megatron" in config.name
+        how = import_module("tests.bridges.megatron_model" if by_megatron else __name__)
+        model, client = how.made(config), Client(path, config.name, int(workers))
         address = f"127.0.0.1:{int(port) + number}"
         limit_s = 20.0 if fault in ("die", "trainer") else 120.0
         info = TrainerInfo(address=address, rank=dist.get_rank(), timeout_s=limit_s)
+        info.checkpoint = str(config) if by_megatron else ""
         if fault == "refuse":
             refused(info, client, model)
             continue
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=model)
         for version in ("1", "2"):
-            if version == "2" and "@" in config.name:
+            if version == "2" and "@" in config.name and not by_megatron:
                 train(model)
             else:
-                step(model)
+                how.step(model)
             engine.send_weights()
-            path_of = saved(model, Path(path).parent / f"{config.name}-{version}")
+            path_of = how.saved(model, Path(path).parent / f"{config.name}-{version}")
             if first:
                 client.call("compare", path=path_of)
                 assert client.versions[-1] == version
