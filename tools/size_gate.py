@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_345,
-    "bridges": 1_212,
+    "bridges": 1_498,
     "cli": 1_687,
     "engine": 3_270,
     "fit": 1_407,
@@ -22,7 +22,7 @@ ROOMS = {
     "parallel": 3_209,
     "prices": 1_748,
     "probe": 7_366,
-    "reshard": 5_189,
+    "reshard": 5_201,
     "search": 5_954,
     "spec": 3_547,
     "suites": 1_003,
