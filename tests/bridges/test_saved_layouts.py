@@ -17,7 +17,8 @@ from vllm.model_executor.model_loader.utils import is_deferred_attention_layer
 from meshwise.bridges import layouts
 from meshwise.bridges.hugging_face import saved
 from meshwise.bridges.vllm import WorkerEngine
-from meshwise.bridges.weights import Saved, _check
+from meshwise.bridges.weights import _check
+from meshwise.reshard.holdings import HeldTensor
 from tests.bridges.models import MODELS, written
 from tests.bridges.worker import built
 
@@ -71,9 +72,9 @@ def test_what_vllm_derives_from_weights_is_derived_anew(engine, checkpoint, tmp_
     engine.layout = ""
     with set_current_vllm_config(engine.vllm_config):
         found = engine._read(checkpoint, 0)
-    tensors = {name: (shape, "bf16") for name, (shape, _) in checkpoint.items()}
+    tensors = {name: HeldTensor(shape, "bf16", ()) for name, (shape, _) in checkpoint.items()}
     with pytest.raises(ValueError, match="W_UV: only the model has such a parameter"):
-        _check(found, of, Saved(tensors, [], {}))
+        _check(found, of, tensors)
     derived = {f"{at}.{own}" for at, module in engine._deriving() for own in module._parameters}
     assert derived >= {*made}
     for name in made:  # here views of kv_b_proj; some back ends copy
