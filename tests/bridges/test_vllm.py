@@ -4,7 +4,9 @@ The judge is vLLM's loader: after each version the live parameters equal, bit fo
 of the checkpoint that transformers saves. A launch serves all models, since imports take longer.
 """
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -17,14 +19,19 @@ pytest.importorskip("vllm", reason="make test-bridges installs vLLM")
 
 from tests.bridges.models import MODELS, UNLIKE, written
 
+AT_ONCE = 50  # ports of a launch: one a model
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A port with some free ones behind it: each model's ranks meet at their own."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return min(int(sock.getsockname()[1]), 60_000)
+    """A port with free ones behind it, since each model's ranks meet at their own. All lie below
+    those that the system gives to whoever asks for any."""
+    for first in random.sample(range(12_000, 30_000, AT_ONCE), 100):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + AT_ONCE):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise OSError("no free ports")
 
 
 def sent(
