@@ -1,10 +1,13 @@
 """Make the report. In: runs, prices and a plan. Out: one self-contained page.
 
-The page has no script and no address, only tables, inline SVG and one style sheet. Names from files
-are escaped. If a part is missing, a sentence names the verb to run.
+The first screen answers in words (``verdict``); sections with figures and tables follow, each below
+what is wrong in it. The page has one style sheet, one short script and no address. Without the
+script all of it can be read. Names from files are escaped. If a part is missing, a sentence names
+the verb to run.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,44 +22,50 @@ from meshwise.pages import (
     steps,
     svg,
     tables,
+    verdict,
 )
-from meshwise.pages.steps import StepResult
 from meshwise.pages.table import Table, interval, percent
-from meshwise.spec import Costs, Plan, RunInfo, Sample
+from meshwise.pages.verdict import Contents, Concern
 from meshwise.text import plain
 from meshwise.units import format_bytes, format_seconds
 
 SOURCES = "Where the numbers come from"
-
-
-class Contents(NamedTuple):
-    """The content of a page. ``results``: runs of the plan's model. ``runs``: all runs shown."""
-
-    plan: Plan | None
-    costs: Costs | None
-    results: tuple[StepResult, ...]
-    runs: tuple[tuple[RunInfo, tuple[Sample, ...]], ...]
+MOST_SAID = 5  # problems on the first screen; each is in its section, too
 
 
 class PageSection(NamedTuple):
-    """A section: sentences, figures, tables. ``folded`` tables are shown on demand."""
+    """A section: warnings, sentences, figures, tables. ``folded`` tables are shown on demand."""
 
     title: str
     sentences: tuple[str, ...] = ()
     figures: tuple[svg.Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     folded: tuple[Table, ...] = ()
+    warnings: tuple[str, ...] = ()
 
-
-def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
-    """Drop missing figures."""
-    return tuple(figure for figure in figures if figure is not None)
+    @property
+    def key(self) -> str:
+        """The section's name in links."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
 class Headline(NamedTuple):
     name: str
     value: str
     note: str
+
+
+class FirstScreen(NamedTuple):
+    """Numbers, answers in words, and facts (date, machine, software, command)."""
+
+    headlines: tuple[Headline, ...] = ()
+    answers: tuple[verdict.Answer, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
+    """Drop missing figures."""
+    return tuple(figure for figure in figures if figure is not None)
 
 
 ERRORS = (
@@ -68,9 +77,28 @@ ERRORS = (
 
 def page(contents: Contents) -> str:
     """Make the whole document."""
-    sections = [*_story(contents), *_measured(contents), _provenance(contents)]
-    legend = _legend(contents)
-    return render(_title(contents), _subtitle(contents), sections, legend, _headlines(contents))
+    found = verdict.problems(contents)
+    sections = [*_story(contents, found), *_measured(contents, found), _provenance(contents)]
+    first = FirstScreen(
+        headlines=tuple(_headlines(contents)),
+        answers=tuple(map(_shortened, verdict.answers(contents, found))),
+        facts=tuple(verdict.facts(contents)),
+    )
+    return render(_title(contents), _subtitle(contents), sections, _legend(contents), first)
+
+
+def _shortened(answer: verdict.Answer) -> verdict.Answer:
+    """Leave what a first screen holds, and say how much more there is."""
+    more = len(answer.said) - MOST_SAID
+    if more < 2:
+        return answer
+    rest = f"And {more} more, above the tables they concern."
+    return answer._replace(said=(*answer.said[:MOST_SAID], rest))
+
+
+def _of(found: Iterable[Concern], *where: str) -> tuple[str, ...]:
+    """Return the problems that concern these places."""
+    return tuple(one.what for one in found if one.where in where)
 
 
 def render(
@@ -78,7 +106,7 @@ def render(
     subtitle: str,
     sections: Sequence[PageSection],
     legend: Sequence[str],
-    headlines: Sequence[Headline] = (),
+    first: FirstScreen | None = None,
 ) -> str:
     """Make one self-contained page of these parts."""
     import jinja2
@@ -90,9 +118,10 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    parts = {"title": title, "subtitle": subtitle, "headlines": headlines, "sections": sections}
+    parts = {"title": title, "subtitle": subtitle, "first": first or FirstScreen()}
     template = environment.get_template("report.html.j2")
-    return plain(template.render(parts, legend=legend, colours=svg.SHEET), keep="\n")
+    text = template.render(parts, sections=sections, legend=legend, colours=svg.THEMES)
+    return plain(text, keep="\n")
 
 
 def _is_priced(contents: Contents) -> bool:
@@ -148,15 +177,15 @@ def _headlines(contents: Contents) -> list[Headline]:
     else:
         step = format_seconds(told.step_time_s)
         shown = [
-            Headline("best layout", layout.name, f"of {plan.num_considered} considered"),
+            Headline("best layout", layout.name, f"of {plan.num_considered:,} considered"),
             Headline("predicted step", step, interval(told.low_s, told.high_s)),
         ]
     if result is not None and result.time is not None:
         one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
-        note = steps.spread(result) if told is None else _error(result.time)
+        note = steps.spread(result) if told is None else _error(result.time, format_seconds)
         shown.append(Headline(one[result.mode], format_seconds(result.time.measured), note))
         if result.memory is not None:
-            note = "peak of one device" if told is None else _error(result.memory)
+            note = "peak of one device" if told is None else _error(result.memory, format_bytes)
             shown.append(Headline("measured memory", format_bytes(result.memory.measured), note))
     elif told is not None:
         memory = format_bytes(told.peak_memory_bytes)
@@ -164,16 +193,26 @@ def _headlines(contents: Contents) -> list[Headline]:
     return shown
 
 
-def _error(outcome: steps.MeasuredQuantity) -> str:
-    return f"error {percent(outcome.error, sign=True)}"
+def _error(outcome: steps.MeasuredQuantity, show: Callable[[float], str]) -> str:
+    """Say what was told before the run, and how far off that was."""
+    if outcome.predicted is None:
+        return "not predicted"
+    return f"told {show(outcome.predicted)}: error {percent(outcome.error, sign=True)}"
 
 
-def _story(contents: Contents) -> list[PageSection]:
+def _story(contents: Contents, found: Sequence[Concern]) -> list[PageSection]:
     """Make the sections outcome, plan and prices, if there is content for any of them."""
     if contents.plan is None and contents.costs is None and not contents.results:
         return []
-    sections = [_outcome(contents), _plan(contents)]
-    return [*sections, _prices(contents)] if _is_priced(contents) else sections
+    ran = (result.run_id for result in contents.results)
+    sections = [
+        _outcome(contents)._replace(warnings=_of(found, "results", *ran)),
+        _plan(contents)._replace(warnings=_of(found, "plan")),
+    ]
+    if not _is_priced(contents):
+        return sections
+    of = ("prices", *contents.costs.runs) if contents.costs else ()
+    return [*sections, _prices(contents)._replace(warnings=_of(found, *of))]
 
 
 def _outcome(contents: Contents) -> PageSection:
@@ -199,9 +238,11 @@ def _plan(contents: Contents) -> PageSection:
         return PageSection(title, ("There is no plan; `meshwise plan` makes one.",), shown)
     if plan.prediction is None:
         return PageSection(title, figures=shown, tables=(tables.in_full(plan),))
-    *candidates, parts = tables.plan(plan)
-    listed = (*candidates, *answers.of(plan))
-    return PageSection(title, figures=shown, tables=listed, folded=(parts,))
+    found = tables.plan(plan)
+    warned = [one for one in found if one.title == tables.WARNINGS]
+    *candidates, parts = (one for one in found if one not in warned)
+    listed, fixes = (*candidates, *answers.of(plan)), [line for w in warned for line in w.legend]
+    return PageSection(title, tuple(fixes), shown, listed, (parts,))
 
 
 def _prices(contents: Contents) -> PageSection:
@@ -217,7 +258,7 @@ def _prices(contents: Contents) -> PageSection:
     )
 
 
-def _measured(contents: Contents) -> list[PageSection]:
+def _measured(contents: Contents, found: Sequence[Concern]) -> list[PageSection]:
     """Make a section of operators for each measure run that no price comes from."""
     priced = contents.costs.runs if contents.costs is not None else ()
     sections = []
@@ -225,8 +266,9 @@ def _measured(contents: Contents) -> list[PageSection]:
         if info.verb == "measure" and info.run_id not in priced:
             drawn = tuple(figure for _, figure in operators.figures(info, measured))
             _, *shown = show.of(show.StoredRun(info=info, samples=measured))
+            title, warnings = f"Measured: {info.run_id}", _of(found, info.run_id)
             sections.append(
-                PageSection(f"Measured: {info.run_id}", figures=drawn, folded=tuple(shown))
+                PageSection(title, figures=drawn, folded=tuple(shown), warnings=warnings)
             )
     return sections
 

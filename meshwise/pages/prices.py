@@ -34,8 +34,8 @@ def _too_noisy(prices: Sequence[Curve | Surface | Factor], name: Callable[[Any],
     return noisy + [price.doubt for price in prices if price.doubt]
 
 
-def of(prices: Costs) -> list[Table]:
-    """Show every price with its error on points left out of the fit."""
+def namer(prices: Costs) -> Callable[[Any], str]:
+    """Return what names a price of these."""
 
     def name(price: Any) -> str:
         try:
@@ -43,6 +43,17 @@ def of(prices: Costs) -> list[Table]:
         except ValueError:  # as Prices leaves it out
             return f"{label(Case(op=price.like))}: needs a larger cluster"
 
+    return name
+
+
+def doubts(prices: Costs) -> list[str]:
+    """Say which prices are too noisy or look wrong."""
+    return _too_noisy((*prices.curves, *prices.surfaces, *prices.factors), namer(prices))
+
+
+def of(prices: Costs) -> list[Table]:
+    """Show every price with its error on points left out of the fit."""
+    name = namer(prices)
     curves = listed(
         "Time against bytes",
         prices.curves,

@@ -127,19 +127,25 @@ def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
     return Table(info.run_id, ("", ""), rows, left=2)
 
 
-def _facts(info: RunInfo) -> list[tuple[str, str]]:
-    """Return the known versions and devices in a run's provenance."""
+def software(info: RunInfo) -> str:
+    """Return the known versions in a run's provenance, and the commit."""
     known = info.provenance
     names = ("meshwise", "torch", "cuda", "nccl", "driver", "python")
     versions = [f"{name} {known[name]}" for name in names if known.get(name)]
     if commit := known.get("git_commit"):
         dirty = " with local changes" if known.get("git_dirty") else ""
         versions.append(f"commit {str(commit)[:12]}{dirty}")
+    return ", ".join(versions)
+
+
+def _facts(info: RunInfo) -> list[tuple[str, str]]:
+    """Return the known versions and devices in a run's provenance."""
+    known = info.provenance
     gpus = known.get("gpus") or []
     devices = sorted({str(gpu.get("name")) for gpu in gpus}) or [str(known.get("cpu", ""))]
     settings = (known.get("settings") or {}).items()
     found = {
-        "software": ", ".join(versions),
+        "software": software(info),
         "device": (f"{len(gpus)} x " if gpus else "") + ", ".join(devices),
         "settings": " ".join(f"{key}={value}" for key, value in settings),
     }

@@ -21,14 +21,23 @@ if TYPE_CHECKING:
 
 Paint = Callable[["Axes"], None]
 
-INK, MUTED, GRID = "#1b1f24", "#667080", "#e4e8ee"
+INK, MUTED, GRID = "#1b1f24", "#5b6573", "#e4e8ee"
 SERIES = (
-    "#1f5fa8", "#d9781a", "#23875c", "#b5447c", "#56a5d8",
-    "#9a6a00", "#7b61c4", "#7d8894", "#c0392b", "#7ba428",
+    "#1f5fa8", "#d9781a", "#23875c", "#b5447c", "#3f93c9",
+    "#9a6a00", "#7b61c4", "#7d8894", "#c0392b", "#6f961c",
 )  # fmt: skip
 _NAMES = {"ink": INK, "muted": MUTED, "grid": GRID}
 _NAMES |= {f"s{index}": colour for index, colour in enumerate(SERIES)}
+_DARK = (
+    "#e5e9ee", "#a3adba", "#2f3640",
+    "#6aa8f0", "#f2a04c", "#5cc795", "#e583b4", "#8fd0f5",
+    "#d9b14a", "#ab97ee", "#a3adb8", "#f07f72", "#b1d65c",
+)  # fmt: skip
 SHEET = " ".join(f"--{name}: {colour};" for name, colour in _NAMES.items())
+THEMES = " ".join(  # of the page, which can be light or dark
+    f"--{name}: light-dark({colour}, {dark});"
+    for (name, colour), dark in zip(_NAMES.items(), _DARK, strict=True)
+)
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a model may be called a$b

@@ -48,6 +48,7 @@ DRY_RUN_LEGEND = (
     "Layers: those of each stage."
 )
 NOTHING = "Nothing was run."
+WARNINGS = "Warnings"
 PEAK_NOTE = "memory peaks on "
 UNSURE = "prices that they do not share may be off by more than the difference"
 SHARED = (
@@ -56,7 +57,7 @@ SHARED = (
 )
 
 
-_TIERS = {
+TIERS = {
     "measured": "every price measured",
     "interpolated": "prices measured or interpolated",
     "extrapolated": "some prices extrapolated beyond what was measured",
@@ -102,7 +103,7 @@ def plan(chosen: Plan) -> list[Table]:
         columns = ("layout", "devices", "optimizer")
         unpriced = ("It was given, not priced.", LAYOUT_LEGEND)
         return [Table(headline(chosen), columns, (alone,), unpriced)]
-    tier = f"; {_TIERS[told.tier]}" if told.tier else ""
+    tier = f"; {TIERS[told.tier]}" if told.tier else ""
     if told.tier == "datasheet" and not chosen.runs:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
@@ -178,8 +179,8 @@ def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return (f"Last row: the fastest pipeline, to compare with; {waits}.",)
 
 
-def warnings(notes: Sequence[str]) -> list[Table]:
-    """List the prediction's warnings; of extrapolated sizes only each price's farthest."""
+def warned(notes: Sequence[str]) -> list[str]:
+    """Return the prediction's warnings; of extrapolated sizes only each price's farthest."""
     farthest: dict[str, tuple[float, str]] = {}
     for note in notes:
         if not note.startswith(PEAK_NOTE):
@@ -187,10 +188,15 @@ def warnings(notes: Sequence[str]) -> list[Table]:
             key, factor = (match[1], float(match[2])) if match else (note, 0.0)
             if key not in farthest or factor > farthest[key][0]:
                 farthest[key] = factor, note
-    rows = tuple((note,) for _, note in farthest.values())
+    return [note for _, note in farthest.values()]
+
+
+def warnings(notes: Sequence[str]) -> list[Table]:
+    """List the prediction's warnings."""
+    rows = tuple((note,) for note in warned(notes))
     more = "measure more: meshwise measure profile; --resume with the same options goes on with one"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
-    return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
+    return filled(Table(WARNINGS, ("",), rows, (more,) if of_prices else ()))
 
 
 def dry_run(plans: Sequence[Plan]) -> list[Table]:

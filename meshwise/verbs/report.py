@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshwise import store
 from meshwise.files import write_whole
-from meshwise.pages.html import Contents, page
+from meshwise.pages.html import page
 from meshwise.pages.steps import result
+from meshwise.pages.verdict import Contents
 from meshwise.spec import Costs, Plan, RunInfo
 from meshwise.spec.costs import LawName
 from meshwise.verbs import files
