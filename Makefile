@@ -6,7 +6,7 @@ STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 APT := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends
 
-.PHONY: help venv test test-all test-bridges test-hosts test-ray test-slow test-slurm fuzz faults check pictures reference demo clean always
+.PHONY: help venv test test-all test-bridges test-hosts test-pages test-ray test-slow test-slurm fuzz faults check pictures reference demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -46,6 +46,10 @@ test-bridges: .venv-bridges/stamp ## install vLLM and Megatron-core and move wei
 test-hosts: .venv/stamp ## run commands on two hosts of this machine: network namespaces, where root may make them
 	@command -v tc > /dev/null || { $(APT) iproute2 > /dev/null; }
 	@$(VENV) -m pytest --numprocesses 0 -rs tests/hosts
+
+test-pages: .venv/stamp ## install Chromium from Debian's packages if it is missing, open every kind of page in it
+	@command -v chromium > /dev/null || { $(APT) chromium fonts-dejavu-core > /dev/null; }
+	@$(VENV) -m pytest --numprocesses 0 -rs tests/pages
 
 test-ray: .venv/ray-stamp ## install Ray and run the tests on several raylets of this host
 	@$(VENV) -m pytest --numprocesses 0 tests/ray

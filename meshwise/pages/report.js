@@ -34,7 +34,7 @@ const sort = (table, head, column) => {
   table.tBodies[0].append(...rows.map(([row]) => row));
 };
 // a spreadsheet runs cells that begin with = + - or @
-const cell = ({ textContent: text }) => `"${text.replace(/^[=+@-](?![\d.])/, "'$&").replaceAll('"', '""')}"`;
+const cell = ({ textContent: text }) => `"${text.replace(/^([=@]|[+-](?![\d.]))/, "'$&").replaceAll('"', '""')}"`;
 const save = (table, name) => {
   const text = [...table.rows].map((row) => [...row.cells].map(cell).join(",") + "\n").join("");
   const link = document.createElement("a");
@@ -54,3 +54,8 @@ for (const figure of all("figure.table")) {
   const name = caption.textContent;
   caption.append(button("CSV", () => save(table, name)));
 }
+const mark = () => all(".scroll").forEach((each) =>
+  each.classList.toggle("more", each.scrollWidth > each.clientWidth));
+addEventListener("resize", mark);
+addEventListener("toggle", mark, true);
+mark();
