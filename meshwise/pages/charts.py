@@ -3,7 +3,7 @@
 The charts are curves over sizes, a roofline, groups of bars, and a matrix of rates between ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -140,9 +140,12 @@ def bars(
 
 
 def matrix(
-    caption: str, values: Mapping[tuple[int, int], float], show: Callable[[float], str]
+    caption: str,
+    values: Mapping[tuple[int, int], float],
+    show: Callable[[float], str],
+    odd: Collection[tuple[int, ...]] = (),
 ) -> svg.Figure:
-    """Draw a cell for each pair (from, to) of ranks, darker for larger values."""
+    """Draw a cell for each pair (from, to) of ranks, darker for larger values; ring ``odd``."""
     ranks = sorted({rank for pair in values for rank in pair})
     most = max(values.values(), default=0) or 1
 
@@ -150,7 +153,13 @@ def matrix(
         for (first, last), value in values.items():
             x, y = ranks.index(last), ranks.index(first)
             look: Any = {"facecolor": svg.colour(0), "alpha": 0.1 + 0.6 * value / most}
-            axes.broken_barh([(x - 0.48, 0.96)], (y - 0.48, 0.96), linewidth=0, **look)
+            ring: Any = (
+                {"edgecolor": svg.SERIES[8], "linewidth": 2.5} if (first, last) in odd else {}
+            )
+            box = axes.broken_barh(
+                [(x - 0.46, 0.92)], (y - 0.46, 0.92), **{"linewidth": 0, **look, **ring}
+            )
+            svg.tip(box, f"{first} to {last}: {show(value)}")
             axes.annotate(show(value), (x, y), ha="center", va="center", fontsize=8)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(len(ranks)), labels=list(map(str, ranks)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwise.models.fsdp import nccl_tests_command
+from meshwise.pages import outliers
 from meshwise.pages.spread import Reading, number, reading, readings, split
 from meshwise.pages.table import ABSENT, Column, Table, filled, grouped, listed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, RunInfo, Sample
@@ -44,6 +45,7 @@ _NCCL_TYPES = {
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _FSDP = ("all_gather", "reduce_scatter", "all_reduce")  # in this order
+ODD_LINK = 0.15  # more time than the other pairs, as `measure health` judges
 _FLOOR_BYTES = 64 * 2**10  # if the smallest message is larger, it does not show the launch floor
 
 
@@ -223,6 +225,18 @@ def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int,
             of_size = rates.setdefault((one.mode, each.op.size_bytes), {})
             of_size[each.op.ranks] = each.op.size_bytes / each.median_s
     return rates
+
+
+def odd_pairs(found: Sequence[Series]) -> dict[tuple[int, ...], float]:
+    """Return the pairs that are slower than the others of their size, and by which share."""
+    times: dict[int, dict[tuple[int, ...], tuple[float, ...]]] = {}
+    for one in found:
+        for each in one.readings if one.is_pair else ():
+            times.setdefault(each.op.size_bytes, {})[each.op.ranks] = each.sample.times_s
+    largest = times[max(times)] if times else {}
+    if len(largest) < 3:
+        return {}
+    return {pair: one.excess for pair, one in outliers.than_peers(largest, ODD_LINK).items()}
 
 
 def pair_matrices(found: Sequence[Series]) -> list[Table]:

@@ -25,7 +25,7 @@ from meshwise.pages import (
     verdict,
 )
 from meshwise.pages.table import Table, interval, percent
-from meshwise.pages.verdict import Contents, Concern
+from meshwise.pages.verdict import Concern, Contents
 from meshwise.text import plain
 from meshwise.units import format_bytes, format_seconds
 
@@ -78,7 +78,8 @@ ERRORS = (
 def page(contents: Contents) -> str:
     """Make the whole document."""
     found = verdict.problems(contents)
-    sections = [*_story(contents, found), *_measured(contents, found), _provenance(contents)]
+    told = [*_story(contents, found), *_clusters(contents), *_measured(contents, found)]
+    sections = [*told, _provenance(contents)]
     first = FirstScreen(
         headlines=tuple(_headlines(contents)),
         answers=tuple(map(_shortened, verdict.answers(contents, found))),
@@ -215,21 +216,43 @@ def _story(contents: Contents, found: Sequence[Concern]) -> list[PageSection]:
     return [*sections, _prices(contents)._replace(warnings=_of(found, *of))]
 
 
+def _clusters(contents: Contents) -> list[PageSection]:
+    """Make a section for the clusters: their devices, their links, and the rates of pairs."""
+    described, drawn = list[Table](), list[svg.Figure]()
+    for cluster in contents.clusters[:4]:
+        described += tables.cluster(cluster)
+        sent = collectives.series(
+            sample for info, of in contents.runs if info.cluster.name == cluster.name
+            for sample in of
+        )  # fmt: skip
+        rates = collectives.pair_rates(sent)
+        largest = rates[max(rates, key=lambda of: of[1])] if rates else {}
+        drawn += _drawn(figures.links(cluster, largest, collectives.odd_pairs(sent)))
+    return [PageSection("The cluster", figures=tuple(drawn), tables=tuple(described))]
+
+
 def _outcome(contents: Contents) -> PageSection:
     title = "Predicted beside measured"
     if not contents.results:
         return PageSection(title, ("No plan has been run yet; `meshwise run` does.",))
     if not any(r.time and r.time.predicted for r in contents.results):
         title = "What was measured"
-    against = _drawn(*(figures.against(contents.results, of) for of in ("time", "memory")))
-    return PageSection(title, figures=against, tables=tuple(steps.tables(contents.results)))
+    times = {info.run_id: verdict.step_times(measured) for info, measured in contents.runs}
+    drawn = _drawn(
+        figures.against(contents.results),
+        figures.breakdown(contents.plan, contents.results),
+        figures.series(contents.results, times),
+    )
+    return PageSection(title, figures=drawn, tables=tuple(steps.tables(contents.results)))
 
 
 def _plan(contents: Contents) -> PageSection:
     title, plan = "The plan", contents.plan
     shown = _drawn(
-        *(figures.breakdown(plan, contents.results, of) for of in ("time", "memory")),
-        figures.pipeline(plan),
+        None if contents.results else figures.breakdown(plan, ()),
+        figures.memory(plan, contents.results),
+        figures.pareto(plan, contents.results),
+        *_pipelines(contents),
     )
     if plan is None and contents.results:
         once = dict.fromkeys(tables.in_full(each.plan, each.mode) for each in contents.results)
@@ -245,11 +268,22 @@ def _plan(contents: Contents) -> PageSection:
     return PageSection(title, tuple(fixes), shown, listed, (parts,))
 
 
+def _pipelines(contents: Contents) -> list[svg.Figure | None]:
+    """Draw the pipelines that were profiled, the predicted step above the measured one; else the
+    plan's."""
+    ran = [
+        figures.pipeline(one.plan, contents.spans[one.run_id])
+        for one in contents.results
+        if one.run_id in contents.spans
+    ]
+    return ran if any(ran) else [figures.pipeline(contents.plan)]
+
+
 def _prices(contents: Contents) -> PageSection:
     title, costs = "What the prices rest on", contents.costs
     if costs is None:
         return PageSection(title, ("There are no prices; `meshwise calibrate` makes them.",))
-    single = _drawn(figures.rates(costs), figures.memory_bound(costs))
+    single = _drawn(figures.rates(costs), figures.memory_bound(costs), figures.blocks(costs))
     return PageSection(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
@@ -282,6 +316,4 @@ def _provenance(contents: Contents) -> PageSection:
         table = samples.state(info, measured)
         row = ("clocks", samples.clocks(measured))
         facts.append(table._replace(rows=(*table.rows, row)))
-    clusters = {info.cluster.name: info.cluster for info, _ in contents.runs}
-    described = [table for cluster in clusters.values() for table in tables.cluster(cluster)]
-    return PageSection(SOURCES, tables=tuple(described), folded=tuple(facts))
+    return PageSection(SOURCES, tables=tuple(facts[:1]), folded=tuple(facts[1:]))

@@ -50,14 +50,15 @@ def _collectives(
     found: Sequence[Series], others: Sequence[Series], reference_name: str
 ) -> Iterable[Named]:
     """Draw time and busbw over size: two figures for a kind and group, a line for each mode."""
-    for (kind, group), ours in grouped(found, lambda one: (one.op.kind, one.group)).items():
+    alike = grouped(found, lambda one: (one.op.kind, one.group, one.op.in_place))
+    for (kind, group, is_in_place), ours in alike.items():
         theirs = [one for one in others if _ranks(one) == _ranks(ours[0])]
         looks = [(one.mode, one, "o-", 4) for one in ours]
         looks += [(f"{reference_name}, {one.mode}", one, "x", 7) for one in theirs]
         looks = [look for look in looks if len(_points(look[1])) > 1]
         if not looks or kind == "send":
             continue
-        place = group.replace(" ", "_").replace(",", "")
+        place = group.replace(" ", "_").replace(",", "") + "-in_place" * is_in_place
         for column, (quantity, unit) in enumerate((("time", "s"), ("busbw", "B/s")), 1):
             lines = []
             for index, (name, one, look, width) in enumerate(looks):
@@ -65,7 +66,7 @@ def _collectives(
                 lines.append(
                     PlotLine(name, points[0], points[column], svg.colour(index), look, width)
                 )
-            caption = f"{kind}, {group}: {quantity} over size."
+            caption = f"{kind}, {group}{', in place' * is_in_place}: {quantity} over size."
             drawn = charts.curves(caption, lines, unit, ylabel=quantity)
             yield f"collectives-{kind}-{place}-{quantity}", drawn
 
@@ -154,4 +155,5 @@ def _pairs(found: Sequence[Series]) -> Iterable[Named]:
         name = f"pairs-{format_bytes(size_bytes).replace(' ', '_')}-{mode.replace(', ', '-')}"
         what = f"Sends of {format_bytes(size_bytes)}, {mode}"
         caption = f"{what}: GB/s from the row's rank to the column's."
-        yield name, charts.matrix(caption, rates, lambda rate: f"{rate / 1e9:.0f}")
+        odd = collectives.odd_pairs(found)
+        yield name, charts.matrix(caption, rates, lambda rate: f"{rate / 1e9:.0f}", odd)

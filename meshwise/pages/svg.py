@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Paint = Callable[["Axes"], None]
+_TIP = "tip: "  # begins the ids of artists that have a text of their own
 
 INK, MUTED, GRID = "#1b1f24", "#5b6573", "#e4e8ee"
 SERIES = (
@@ -123,10 +124,16 @@ def _saved(
     return buffer.getvalue()
 
 
+def tip(artist: Any, text: str) -> None:
+    """Let the artist say ``text`` where the mouse is over it, without a script."""
+    artist.set_gid(f"{_TIP}{text}")
+
+
 def _inline(svg: str, caption: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # every figure uses the same ids
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     head, rest = svg.split(">", 1)

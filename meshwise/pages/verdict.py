@@ -7,33 +7,35 @@ are slower; all else is a tie.
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from meshwise import stats
-from meshwise.pages import collectives, faults, outliers, tables
+from meshwise.pages import collectives, faults, tables
 from meshwise.pages.prices import doubts
 from meshwise.pages.samples import clocks, software
 from meshwise.pages.steps import StepResult
 from meshwise.pages.table import grouped, interval, percent
 from meshwise.spec import Cluster, Costs, Plan, RunInfo, Sample
+from meshwise.spec.phases import PhaseSpan
 from meshwise.spec.run import FAILED, changes
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 Tone = Literal["good", "unsure", "bad", ""]
 Run = tuple[RunInfo, tuple[Sample, ...]]
 POWER_CAP = "power cap"  # a GPU at it works as intended
-ODD_LINK = 0.15  # more time than the other pairs, as `measure health` judges
 
 
 class Contents(NamedTuple):
-    """The content of a page. ``results``: runs of the plan's model. ``runs``: all runs shown."""
+    """The content of a page. ``results``: runs of the plan's model. ``runs``: all runs shown.
+    ``spans``: the profiled step of runs that have one, by run."""
 
     plan: Plan | None
     costs: Costs | None
     results: tuple[StepResult, ...]
     runs: tuple[Run, ...]
+    spans: Mapping[str, tuple[PhaseSpan, ...]] = {}
 
     @property
     def clusters(self) -> list[Cluster]:
@@ -153,7 +155,7 @@ def _certainty(contents: Contents, ran: StepResult | None) -> Answer:
 def _rivals(contents: Contents, ran: StepResult) -> tuple[list[str], list[str], dict[str, float]]:
     """Return the layouts that the chosen one beat, those it ties with, and by which share of its
     time others were faster."""
-    times = {info.run_id: _step_times(samples) for info, samples in contents.runs}
+    times = {info.run_id: step_times(samples) for info, samples in contents.runs}
     ours = times.get(ran.run_id, ())
     won, tied, lost = list[str](), list[str](), dict[str, float]()
     for one in contents.results:
@@ -170,7 +172,8 @@ def _rivals(contents: Contents, ran: StepResult) -> tuple[list[str], list[str], 
     return won, tied, lost
 
 
-def _step_times(samples: Sequence[Sample]) -> tuple[float, ...]:
+def step_times(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Return the times of a run's steps."""
     return next((one.times_s for one in samples if one.status == "ok"), ())
 
 
@@ -244,23 +247,11 @@ def _of_run(info: RunInfo, samples: Sequence[Sample]) -> Iterator[Concern]:
             if one.severity == "fault":
                 yield Concern(where, f"{one.where}: {one.what}, {one.evidence}.")
     else:
-        for pair, excess in odd_pairs(collectives.series(samples)).items():
+        for pair, excess in collectives.odd_pairs(collectives.series(samples)).items():
             more = percent(excess, sign=True)
             yield Concern(where, f"Slow link from rank {pair[0]} to {pair[1]}: {more} time.")
     for doubt in (info.provenance.get("imported") or {}).get("warnings", ()):
         yield Concern(where, f"{doubt}.")
-
-
-def odd_pairs(found: Sequence[collectives.Series]) -> dict[tuple[int, ...], float]:
-    """Return the pairs that are slower than the others of their size, and by which share."""
-    times: dict[int, dict[tuple[int, ...], tuple[float, ...]]] = {}
-    for one in found:
-        for each in one.readings if one.is_pair else ():
-            times.setdefault(each.op.size_bytes, {})[each.op.ranks] = each.sample.times_s
-    largest = times[max(times)] if times else {}
-    if len(largest) < 3:
-        return {}
-    return {pair: one.excess for pair, one in outliers.than_peers(largest, ODD_LINK).items()}
 
 
 def _mixed(runs: Sequence[Run]) -> Iterator[Concern]:

@@ -12,6 +12,7 @@ from meshwise.pages.steps import result
 from meshwise.pages.verdict import Contents
 from meshwise.spec import Costs, Plan, RunInfo
 from meshwise.spec.costs import LawName
+from meshwise.spec.phases import Phases
 from meshwise.verbs import files
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ def gather(
         costs=prices,
         results=tuple(result(info, samples) for info, samples in ran),
         runs=tuple((info, tuple(samples)) for info, samples in (*measured, *ran)),
+        spans={
+            info.run_id: store.read(path / "phases.json", Phases).spans
+            for path, info in infos.items()
+            if info.plan is not None and (path / "phases.json").exists()
+        },
     )
 
 

@@ -509,6 +509,8 @@ def test_every_operator_has_its_figures():
         "gemm", "convolution", "attention-forward-cold", "attention-backward-cold", "overlap",
         "fsdp",
         "collectives-all_reduce-4_ranks-time", "collectives-all_reduce-4_ranks-busbw",
+        "collectives-all_reduce-4_ranks-in_place-time",
+        "collectives-all_reduce-4_ranks-in_place-busbw",
         "pairs-64.0_MiB-warm",
     }  # fmt: skip
     for figure in drawn().values():
@@ -555,7 +557,7 @@ def written(path) -> tuple[list[str], list[list[str]]]:
 def test_a_run_without_prices_shows_its_operators_on_the_page():
     info = known.info(run_id="20260101T000000-measure-gemm-four")
     text = html.page(html.Contents(None, None, (), ((info, (*products(), *overlap())),)))
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 2 + 1  # and the links
     assert "Best bf16" in text and "1.15 x" in text
     priced = (known.info(), (*products(), *overlap()))
     assert "Best bf16" not in html.page(html.Contents(None, known.COSTS, (), (priced,)))

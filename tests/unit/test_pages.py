@@ -246,13 +246,14 @@ def test_the_page_is_whole_and_self_contained(name):
 def test_the_page_shows_every_part():
     text = page("everything")
     for word in (
-        "all_gather", "all_reduce", "products", "memory", "blocks", "predicted against",
+        "all_gather", "all_reduce", "products", "memory", "blocks", "the interval told",
         "dp4 zero2 mb2x1", "tp = 3 does not divide heads = 16", "rank 0 needs 3.1 GiB more",
         "torch 2.11.0", "1980", "power cap", "CUDA out of memory", "busbw", "torchtitan",
         "backward bf16 tp1", "3.4 %",
     ):  # fmt: skip
         assert word.lower() in text.lower(), word
-    assert text.count("<svg") == 2 + 2 + 2 + 2  # scatter, parts, single prices, two collectives
+    # intervals, phases; memory, frontier; three of single prices, two collectives; links
+    assert text.count("<svg") == 2 + 2 + 3 + 2 + 1
 
 
 def test_what_is_missing_is_a_sentence():

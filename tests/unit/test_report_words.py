@@ -6,10 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwise.pages import html, svg, verdict
+from meshwise.pages import collectives, figures, html, svg, verdict
 from meshwise.pages.steps import result
 from meshwise.pages.verdict import Contents
-from meshwise.spec import Case, Collective, DeviceState, Sample
+from meshwise.spec import Case, Collective, DeviceState, Layout, Sample
+from meshwise.spec.phases import PhaseSpan
+from meshwise.spec.plan import StageTimes
 from tests import sample_records as known
 
 PAGES = Path(html.__file__).parent
@@ -161,3 +163,82 @@ def test_text_stands_out_from_its_ground_in_both_themes(theme):
 
 def test_the_script_is_small():
     assert len((PAGES / "report.js").read_bytes()) <= 3 * 1024
+
+
+def titles(figure: svg.Figure) -> list[str]:
+    """What a figure says where the mouse is."""
+    return re.findall(r"<title>([^<]+)</title>", figure.svg)
+
+
+def test_every_layout_of_the_frontier_is_named_where_the_mouse_is():
+    shown = contents(ran(known.plan(), "chosen", 0.0104))
+    drawn = figures.pareto(shown.plan, shown.results)
+    assert drawn is not None
+    plan = known.plan()
+    assert f"{plan.layout.name}: predicted 10.0 ms, 4.0 GiB" in titles(drawn)
+    assert f"{known.RIVAL.name}: predicted 12.0 ms, 3.0 GiB" in titles(drawn)
+
+
+def test_a_step_outside_its_interval_is_red():
+    inside, outside = (contents(ran(known.plan(), "a", s)).results for s in (0.0104, 0.02))
+    drawn = [figures.against(found) for found in (inside, outside)]
+    assert all(one is not None for one in drawn)
+    assert "var(--s8)" not in drawn[0].svg and "var(--s8)" in drawn[1].svg
+    assert "predicted 10.0 ms (9.00 – 11.0 ms), measured 20.0 ms" in titles(drawn[1])[0]
+
+
+def test_phases_of_a_prediction_add_up_to_its_step():
+    told = known.plan().prediction
+    phases = figures.phases_of(told.time_parts)
+    assert sum(phases.values()) == pytest.approx(told.step_time_s)
+    assert phases["backward"] == pytest.approx(0.006) and phases["forward"] == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize(
+    ("part", "phase"),
+    [
+        ("tensor-parallel communication", "exposed"), ("recompute layer", "backward"),
+        ("data-parallel communication (exposed)", "exposed"), ("pipeline bubble", "bubble"),
+        ("work slowed down by data-parallel communication", "other"),
+        ("copies of weights and gradients", "other"), ("pipeline transfer", "exposed"),
+    ],
+)  # fmt: skip
+def test_each_part_of_a_step_has_its_phase(part, phase):
+    one = msgspec.structs.replace(known.plan().prediction.time_parts[0], name=part)
+    assert figures.phases_of([one])[phase] == one.value
+
+
+def test_the_map_of_links_rings_the_slow_one():
+    info, samples = links((2, 1))
+    sent = collectives.series(samples)
+    odd = collectives.odd_pairs(sent)
+    assert list(odd) == [(2, 1)]
+    (rates,) = collectives.pair_rates(sent).values()
+    drawn = figures.links(info.cluster, rates, odd)
+    ringed = re.findall(r"<title>([^<]+)</title>(?:(?!<title>).)*var\(--s8\)", drawn.svg, re.DOTALL)
+    assert ringed == ["2 to 1: 168"]
+    told = figures.links(info.cluster, {}, ())
+    assert set(titles(told)) == {f"{a} to {b}: 450" for a in range(4) for b in range(4) if a != b}
+
+
+def test_a_measured_pipeline_is_drawn_below_the_predicted_one():
+    plan = known.plan(Layout(pp=2, schedule="1f1b", microbatch_size=1, num_microbatches=8))
+    times = (StageTimes(forward_s=1e-3, backward_s=2e-3, weights_s=0),) * 2
+    told = msgspec.structs.replace(plan.prediction, stage_times=times)
+    plan = msgspec.structs.replace(plan, prediction=told)
+    spans = [
+        PhaseSpan(
+            rank=rank, stream="compute", name=f"{kind} {rank}.{number}",
+            start_s=at, end_s=at + 0.002,
+        )
+        for rank in (0, 1)
+        for number in range(8)
+        for kind, at in (("F", 0.005 * number), ("B", 0.005 * number + 0.0025))
+    ]  # fmt: skip
+    drawn = figures.pipeline(plan, spans)
+    assert ">predicted<" in drawn.svg and ">measured<" in drawn.svg
+    said = titles(drawn)
+    assert said.count("pp 0, forward of stage 0: 1.00 ms each") == 1
+    assert said.count("pp 0, forward of stage 0: 2.00 ms each") == 1
+    alone = figures.pipeline(plan)
+    assert ">measured<" not in alone.svg and len(titles(alone)) == 4
