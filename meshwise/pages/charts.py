@@ -4,6 +4,7 @@ The charts are curves over sizes, a roofline, groups of bars, and a matrix of ra
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 _MOST_GROUPS = 12  # of bars, in one figure
+_MOST_MARKS = 40  # on one line
 
 
 class PlotLine(NamedTuple):
@@ -41,7 +43,8 @@ def lines(found: Sequence[PlotLine], unit: str, marks: Sequence[float], **labels
     def paint(axes: "Axes") -> None:
         for one in found:
             look: Any = {"color": one.colour, "markersize": one.size, "label": one.name or None}
-            axes.plot(one.x, one.y, one.look, **look)
+            plain = len(one.x) > _MOST_MARKS and "-" in one.look
+            axes.plot(one.x, one.y, "-" if plain else one.look, **look)
         for x in marks:
             axes.axvline(x, color="green", linestyle="--", linewidth=1)
         axes.set(xscale="log", yscale="log", **{"xlabel": "size"} | labels)
@@ -86,7 +89,7 @@ def roofline(
     def paint(axes: "Axes") -> None:
         for index, (name, same) in enumerate(series.items()):
             look: Any = {"color": svg.colour(index)}
-            axes.plot(*zip(*same, strict=True), "o", label=name, **look)
+            axes.plot(*zip(*_apart(same), strict=True), "o", label=name, **look)
             best = max(same, key=lambda point: point[1])
             axes.plot(*best, "o", markersize=9, fillstyle="none", **look)
         wide = np.geomspace(x_low / 1.5, x_high * 1.5, 100)
@@ -102,6 +105,11 @@ def roofline(
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return svg.draw(caption, paint, width=8.8)
+
+
+def _apart(points: Iterable[Point]) -> list[Point]:
+    """Leave out points that would lie on another on log axes: within 2 %."""
+    return list({(round(50 * log10(x)), round(50 * log10(y))): (x, y) for x, y in points}.values())
 
 
 def bars(

@@ -6,6 +6,7 @@ in an imported file it is the time that the file gives.
 """
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +144,10 @@ def _count(one: Reading) -> str:
 
 
 def _quantile(one: Reading, share: float) -> float | None:
-    return float(np.quantile(one.sample.times_s, share)) if one.num_times > 1 else None
+    ordered = sorted(one.sample.times_s)
+    at = share * (len(ordered) - 1)
+    low, high = ordered[int(at)], ordered[ceil(at)]
+    return low + at % 1 * (high - low) if len(ordered) > 1 else None
 
 
 def _us(time_s: float) -> str:

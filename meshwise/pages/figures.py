@@ -278,7 +278,7 @@ def links(
         return None
     what = "as measured" if rates else "of the data sheet, or of `detect`"
     marked = "; ringed: slower than its peers" * bool(odd)
-    caption = f"GB/s from the row's device to the column's, {what}; darker is faster{marked}."
+    caption = f"GB/s from the row's device to the column's, {what}; the stronger the colour, the faster{marked}."
     return charts.matrix(caption, found, lambda rate: f"{rate / 1e9:.3g}", odd)
 
 

@@ -30,6 +30,7 @@ from meshwise.text import plain
 from meshwise.units import format_bytes, format_seconds
 
 SOURCES = "Where the numbers come from"
+MOST_ROWS, LEAST_ROWS = 2_000, 20  # of all folded tables, of each
 MOST_SAID = 5  # problems on the first screen; each is in its section, too
 
 
@@ -102,6 +103,24 @@ def _of(found: Iterable[Concern], *where: str) -> tuple[str, ...]:
     return tuple(one.what for one in found if one.where in where)
 
 
+def _within(sections: Sequence[PageSection]) -> list[PageSection]:
+    """Cut folded tables so that a page of very many samples can still be opened."""
+    folded = [table for section in sections for table in section.folded]
+    most = max(LEAST_ROWS, MOST_ROWS // max(1, len(folded)))
+    if sum(len(table.rows) for table in folded) <= MOST_ROWS:
+        return list(sections)
+    return [
+        one._replace(folded=tuple(_cut(table, most) for table in one.folded)) for one in sections
+    ]
+
+
+def _cut(table: Table, most: int) -> Table:
+    if len(table.rows) <= most:
+        return table
+    said = f"The first {most} of {len(table.rows):,} rows; `meshwise show` prints a run's all."
+    return table._replace(rows=table.rows[:most], legend=(said, *table.legend))
+
+
 def render(
     title: str,
     subtitle: str,
@@ -121,7 +140,7 @@ def render(
     )
     parts = {"title": title, "subtitle": subtitle, "first": first or FirstScreen()}
     template = environment.get_template("report.html.j2")
-    text = template.render(parts, sections=sections, legend=legend, colours=svg.THEMES)
+    text = template.render(parts, sections=_within(sections), legend=legend, colours=svg.THEMES)
     return plain(text, keep="\n")
 
 

@@ -185,7 +185,8 @@ def clocks(samples: Sequence[Sample]) -> str:
     """Show the range of the devices' clocks after cases."""
     states = (device for sample in samples for device in sample.after)
     seen = [state.sm_clock_mhz for state in states if state.sm_clock_mhz is not None]
-    return f"{min(seen)} – {max(seen)} MHz" if seen else "not recorded"
+    ends = " – ".join(map(str, sorted({min(seen), max(seen)}))) if seen else ""
+    return f"{ends} MHz" if seen else "not recorded"
 
 
 def _timed(title: str, found: Sequence[Reading]) -> Table:

@@ -1,7 +1,7 @@
 """Read one sample: its figures, its metrics, its slowest rank, and waiting between ranks."""
 
 from collections.abc import Iterable, Mapping
-from statistics import mean, median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from meshwise.pages import table
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 
     @property
     def mean_s(self) -> float:
-        return mean(self.sample.times_s)
+        return fmean(self.sample.times_s)
 
     @property
     def flops_per_s(self) -> float:

@@ -5,6 +5,7 @@ MESHWISE_SCREENSHOTS=DIR keeps a picture of each.
 
 import functools
 import os
+import runpy
 from pathlib import Path
 
 import msgspec
@@ -69,10 +70,17 @@ def pairs():
     return known.info(run_id="20260102T000000-measure-collectives-four"), tuple(samples)
 
 
+def many() -> str:
+    """10,000 samples."""
+    made = runpy.run_path(str(Path(__file__).parents[2] / "tools/page_of_many.py"))
+    return html.page(made["contents"](10_000))
+
+
 PAGES = {
     "report": report,
     "hostile": functools.partial(report, NASTY),
     "plan": lambda: html.page(Contents(known.plan(), None, (), ())),
+    "many": many,
     "measured": lambda: html.page(Contents(None, None, (), (pairs(),))),
 }
 
@@ -103,6 +111,7 @@ def test_a_page_opens_quietly_and_is_no_wider_than_the_window(chromium, folder, 
     with chromium.page(path, SIZES[size]) as page:
         assert page.errors == []
         assert page.requests == [path.as_uri()]
+        assert path.stat().st_size <= 1_500_000
         width = page.ask("[document.documentElement.scrollWidth, innerWidth]")
         assert width[0] <= SIZES[size][0] == width[1]
         if kept := os.environ.get("MESHWISE_SCREENSHOTS"):

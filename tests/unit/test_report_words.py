@@ -216,7 +216,7 @@ def test_the_map_of_links_rings_the_slow_one():
     (rates,) = collectives.pair_rates(sent).values()
     drawn = figures.links(info.cluster, rates, odd)
     ringed = re.findall(r"<title>([^<]+)</title>(?:(?!<title>).)*var\(--s8\)", drawn.svg, re.DOTALL)
-    assert ringed == ["2 to 1: 168"]
+    assert ringed == ["2 to 1: 167"]
     told = figures.links(info.cluster, {}, ())
     assert set(titles(told)) == {f"{a} to {b}: 450" for a in range(4) for b in range(4) if a != b}
 
@@ -242,3 +242,14 @@ def test_a_measured_pipeline_is_drawn_below_the_predicted_one():
     assert said.count("pp 0, forward of stage 0: 2.00 ms each") == 1
     alone = figures.pipeline(plan)
     assert ">measured<" not in alone.svg and len(titles(alone)) == 4
+
+
+def test_a_page_of_very_many_rows_shows_the_first_of_each_table_and_says_so():
+    run = links((2, 1))
+    samples = [
+        known.sample(Collective(kind="all_reduce", size_bytes=8 * (at + 1), group_size=4), STEADY)
+        for at in range(3000)
+    ]
+    text = html.page(contents((run[0], tuple(samples))))
+    most = re.findall(r"The first (\d+) of 3,000 rows; `meshwise show` prints a run.+?s all", text)
+    assert most and max(map(int, most)) < text.count("<tr>") < 2100
