@@ -19,7 +19,9 @@ CLUSTER = Cluster(
     device=Device(name="Accelerator X", kind="cuda", memory_bytes=80 * 2**30),
     tiers=(Tier(name="nvlink", num_devices=RANKS, bytes_per_s=4.5e11),),
 )  # fmt: skip
-KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+KINDS: tuple[CollectiveKind, ...] = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
+)  # fmt: skip
 
 
 def ops(count: int) -> list[tuple[Gemm | Collective, str]]:

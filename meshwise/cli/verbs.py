@@ -141,6 +141,7 @@ def report(
     costs: str = "costs.json",
     plan: str = "plan.json",
     out: str = "report.html",
+    figure: tuple[str, ...] = (),
     scaling: Annotated[str | None, Parameter(name=("--scaling", "--results-dir"))] = None,
     output_dir: str | None = None,
     bandwidth: str | None = None,
@@ -163,6 +164,9 @@ def report(
         The plan to show, with the runs of its model on its cluster.
     out
         The file to write.
+    figure
+        Write a figure of the page too, named by the file: intervals.png, phases.pdf, links.svg;
+        may be repeated. An unknown name lists all.
     scaling
         The folder of a scaling benchmark, `measure ring`'s --output_dir.
     output_dir
@@ -188,7 +192,7 @@ def report(
     from meshwise.verbs.report import gather, write
 
     contents = gather(runs, costs, plan, run)
-    path = write(contents, out)
+    path = write(contents, out, figure)
     emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
     if not json:
         say(str(path))

@@ -278,7 +278,7 @@ def links(
         return None
     what = "as measured" if rates else "of the data sheet, or of `detect`"
     marked = "; ringed: slower than its peers" * bool(odd)
-    caption = f"GB/s from the row's device to the column's, {what}; the stronger the colour, the faster{marked}."
+    caption = f"GB/s from the row's device to the column's, {what}{marked}."
     return charts.matrix(caption, found, lambda rate: f"{rate / 1e9:.3g}", odd)
 
 
@@ -355,22 +355,22 @@ def _measured(layout: Layout, spans: Sequence[PhaseSpan]) -> list[Box]:
     return found
 
 
-def collectives(costs: Costs) -> list[svg.Figure]:
+def collectives(costs: Costs) -> dict[str, svg.Figure]:
     """Draw bandwidth over size: a figure for each kind, in place or not, a colour for a group."""
     curves = [
         (curve.like.kind + ", in place" * curve.like.in_place, curve)
         for curve in costs.curves
         if isinstance(curve.like, Collective)
     ]
-    return [
-        charts.curves(
+    return {
+        kind.replace(", ", "-").replace(" ", "_"): charts.curves(
             f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.",
             [line for index, (_, curve) in enumerate(same) for line in _rates(costs, curve, index)],
             "B/s",
             title=kind,
         )
         for kind, same in grouped(curves, lambda each: each[0]).items()
-    ]
+    }
 
 
 def memory_bound(costs: Costs) -> svg.Figure | None:

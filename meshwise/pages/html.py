@@ -64,9 +64,9 @@ class FirstScreen(NamedTuple):
     facts: tuple[tuple[str, str], ...] = ()
 
 
-def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
-    """Drop missing figures."""
-    return tuple(figure for figure in figures if figure is not None)
+def _drawn(**figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
+    """Name the figures, and drop missing ones."""
+    return tuple(one._replace(name=name) for name, one in figures.items() if one is not None)
 
 
 ERRORS = (
@@ -76,11 +76,17 @@ ERRORS = (
 )
 
 
-def page(contents: Contents) -> str:
-    """Make the whole document."""
+def sections_of(contents: Contents) -> list[PageSection]:
+    """Make the sections of a page."""
     found = verdict.problems(contents)
     told = [*_story(contents, found), *_clusters(contents), *_measured(contents, found)]
-    sections = [*told, _provenance(contents)]
+    return [*told, _provenance(contents)]
+
+
+def page(contents: Contents, sections: Sequence[PageSection] | None = None) -> str:
+    """Make the whole document. ``sections``: as ``sections_of`` made them."""
+    found = verdict.problems(contents)
+    sections = sections or sections_of(contents)
     first = FirstScreen(
         headlines=tuple(_headlines(contents)),
         answers=tuple(map(_shortened, verdict.answers(contents, found))),
@@ -100,7 +106,7 @@ def _shortened(answer: verdict.Answer) -> verdict.Answer:
 
 def _of(found: Iterable[Concern], *where: str) -> tuple[str, ...]:
     """Return the problems that concern these places."""
-    return tuple(one.what for one in found if one.where in where)
+    return tuple(dict.fromkeys(one.what for one in found if one.where in where))
 
 
 def _within(sections: Sequence[PageSection]) -> list[PageSection]:
@@ -246,7 +252,7 @@ def _clusters(contents: Contents) -> list[PageSection]:
         )  # fmt: skip
         rates = collectives.pair_rates(sent)
         largest = rates[max(rates, key=lambda of: of[1])] if rates else {}
-        drawn += _drawn(figures.links(cluster, largest, collectives.odd_pairs(sent)))
+        drawn += _drawn(links=figures.links(cluster, largest, collectives.odd_pairs(sent)))
     return [PageSection("The cluster", figures=tuple(drawn), tables=tuple(described))]
 
 
@@ -258,9 +264,9 @@ def _outcome(contents: Contents) -> PageSection:
         title = "What was measured"
     times = {info.run_id: verdict.step_times(measured) for info, measured in contents.runs}
     drawn = _drawn(
-        figures.against(contents.results),
-        figures.breakdown(contents.plan, contents.results),
-        figures.series(contents.results, times),
+        intervals=figures.against(contents.results),
+        phases=figures.breakdown(contents.plan, contents.results),
+        steps=figures.series(contents.results, times),
     )
     return PageSection(title, figures=drawn, tables=tuple(steps.tables(contents.results)))
 
@@ -268,10 +274,10 @@ def _outcome(contents: Contents) -> PageSection:
 def _plan(contents: Contents) -> PageSection:
     title, plan = "The plan", contents.plan
     shown = _drawn(
-        None if contents.results else figures.breakdown(plan, ()),
-        figures.memory(plan, contents.results),
-        figures.pareto(plan, contents.results),
-        *_pipelines(contents),
+        phases=None if contents.results else figures.breakdown(plan, ()),
+        memory=figures.memory(plan, contents.results),
+        frontier=figures.pareto(plan, contents.results),
+        **_pipelines(contents),
     )
     if plan is None and contents.results:
         once = dict.fromkeys(tables.in_full(each.plan, each.mode) for each in contents.results)
@@ -287,26 +293,31 @@ def _plan(contents: Contents) -> PageSection:
     return PageSection(title, tuple(fixes), shown, listed, (parts,))
 
 
-def _pipelines(contents: Contents) -> list[svg.Figure | None]:
+def _pipelines(contents: Contents) -> dict[str, svg.Figure | None]:
     """Draw the pipelines that were profiled, the predicted step above the measured one; else the
     plan's."""
-    ran = [
-        figures.pipeline(one.plan, contents.spans[one.run_id])
-        for one in contents.results
+    ran = {
+        f"pipeline-{number}": figures.pipeline(one.plan, contents.spans[one.run_id])
+        for number, one in enumerate(contents.results, 1)
         if one.run_id in contents.spans
-    ]
-    return ran if any(ran) else [figures.pipeline(contents.plan)]
+    }
+    return ran if any(ran.values()) else {"pipeline": figures.pipeline(contents.plan)}
 
 
 def _prices(contents: Contents) -> PageSection:
     title, costs = "What the prices rest on", contents.costs
     if costs is None:
         return PageSection(title, ("There are no prices; `meshwise calibrate` makes them.",))
-    single = _drawn(figures.rates(costs), figures.memory_bound(costs), figures.blocks(costs))
+    drawn = _drawn(
+        roofline=figures.rates(costs),
+        memory_bound=figures.memory_bound(costs),
+        blocks=figures.blocks(costs),
+        **figures.collectives(costs),
+    )
     return PageSection(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
-        (*single, *figures.collectives(costs)),
+        drawn,
         folded=tuple(prices.of(costs)),
     )
 
@@ -317,7 +328,7 @@ def _measured(contents: Contents, found: Sequence[Concern]) -> list[PageSection]
     sections = []
     for info, measured in contents.runs:
         if info.verb == "measure" and info.run_id not in priced:
-            drawn = tuple(figure for _, figure in operators.figures(info, measured))
+            drawn = _drawn(**dict(operators.figures(info, measured)))
             _, *shown = show.of(show.StoredRun(info=info, samples=measured))
             title, warnings = f"Measured: {info.run_id}", _of(found, info.run_id)
             sections.append(

@@ -68,11 +68,16 @@ DASHED: dict[str, Any] = {"color": MUTED, "linestyle": (0, (4, 3)), "linewidth":
 
 
 class Figure(NamedTuple):
-    """An SVG element with a caption of one sentence. A ``wide`` one takes a row of the page."""
+    """An SVG element with a caption of one sentence. A ``wide`` one takes a row of the page.
+    ``paints``, ``columns``, ``size``: as drawn, to draw it again as a PNG or PDF file."""
 
     svg: str
     caption: str
     wide: bool = False
+    paints: tuple[Paint, ...] = ()
+    columns: int = 1
+    size: tuple[float, float] = (4.4, 3.2)
+    name: str = ""
 
 
 def draw(
@@ -80,8 +85,9 @@ def draw(
 ) -> Figure:
     """Paint sets of axes in rows of ``columns``, by default side by side, of ``width`` x ``height``
     inches together."""
-    svg = _saved("svg", caption, paints, columns or len(paints), (width, height)).decode()
-    return Figure(_inline(svg, caption), caption, wide=width > 6)
+    columns, size = columns or len(paints), (width, height)
+    svg = _saved("svg", caption, paints, columns, size).decode()
+    return Figure(_inline(svg, caption), caption, width > 6, paints, columns, size)
 
 
 def picture(
@@ -107,7 +113,7 @@ def _saved(
     style: Any = {**STYLE, "svg.hashsalt": title}
     with mpl.rc_context(style):
         canvas = Canvas(figsize=size, layout="constrained")
-        if form != "svg":
+        if form != "svg" and title:
             canvas.suptitle(title, fontsize=10)
         canvas.patch.set_visible(form != "svg")
         all_axes = canvas.subplots(-(-len(paints) // columns), columns, squeeze=False)
@@ -153,10 +159,14 @@ def standalone(figure: Figure) -> str:
 
 
 def write(path: Path | str, figure: Figure) -> None:
-    """Write the figure to a file. Raises a ValueError if its name ends in another format."""
-    if Path(path).suffix != ".svg":
-        raise ValueError(f"figure = {str(path)!r}: is written as SVG; let its name end in .svg")
-    write_whole(path, standalone(figure))
+    """Write the figure to a file, in the format that its name ends in: .svg, .png or .pdf."""
+    form = Path(path).suffix[1:]
+    if form not in ("svg", "png", "pdf"):
+        raise ValueError(f"figure = {str(path)!r}: let its name end in .svg, .png or .pdf")
+    if form == "svg":
+        write_whole(path, standalone(figure))
+    else:
+        write_whole(path, _saved(form, "", figure.paints, figure.columns, figure.size))
 
 
 def colour(index: int) -> str:

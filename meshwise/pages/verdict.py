@@ -202,6 +202,7 @@ def problems(contents: Contents) -> list[Concern]:
     found = [
         *_missed(contents.results),
         *(one for run in contents.runs for one in _of_run(*run)),
+        *_busy(contents.runs),
         *_mixed(contents.runs),
         *(Concern("prices", line) for line in (doubts(costs) if costs else ())),
         *(Concern("plan", f"{line}.") for line in notes),
@@ -235,8 +236,6 @@ def _of_run(info: RunInfo, samples: Sequence[Sample]) -> Iterator[Concern]:
     elif failed := Counter(one.status for one in samples if one.status in FAILED):
         told = ", ".join(f"{count} {status}" for status, count in failed.items())
         yield Concern(where, f"{where}: {told} of {len(samples)} cases.")
-    if info.busy:
-        yield Concern(where, f"The host was busy in {where}: {info.busy}.")
     slowed = [{r for state in one.after for r in state.throttle} - {POWER_CAP} for one in samples]
     if any(slowed):
         names = ", ".join(sorted(set().union(*slowed)))
@@ -252,6 +251,15 @@ def _of_run(info: RunInfo, samples: Sequence[Sample]) -> Iterator[Concern]:
             yield Concern(where, f"Slow link from rank {pair[0]} to {pair[1]}: {more} time.")
     for doubt in (info.provenance.get("imported") or {}).get("warnings", ()):
         yield Concern(where, f"{doubt}.")
+
+
+def _busy(runs: Sequence[Run]) -> list[Concern]:
+    """Say in one sentence how many runs began on a busy host."""
+    found = {info.run_id: info for info, _ in runs if info.busy}
+    worst = max(found.values(), key=lambda info: info.provenance["host_load"], default=None)
+    count = f"{len(found)} of {len(runs)} run{'s' * (len(runs) > 1)}"
+    said = f"The host was busy in {count}: {worst.busy if worst else ''}, in the worst."
+    return [Concern(where, said) for where in found]
 
 
 def _mixed(runs: Sequence[Run]) -> Iterator[Concern]:

@@ -2,12 +2,14 @@
 and a page of how ring attention scales; or pictures of collectives' bandwidth and its fits."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshwise import store
 from meshwise.files import write_whole
-from meshwise.pages.html import page
+from meshwise.pages import svg
+from meshwise.pages.html import page, sections_of
 from meshwise.pages.steps import result
 from meshwise.pages.verdict import Contents
 from meshwise.spec import Costs, Plan, RunInfo
@@ -30,11 +32,13 @@ def report(
     costs: Path | str = "costs.json",
     plan: Path | str = "plan.json",
     out: Path | str = "report.html",
+    figures: Sequence[Path | str] = (),
 ) -> Path:
     """Write the page and return its path. ``named``: runs to show, besides those of the plan and of
     the prices; other runs are left out. The page has a sentence for each missing part. If
-    everything is missing, a ValueError names the verb to begin with."""
-    return write(gather(runs, costs, plan, named), out)
+    everything is missing, a ValueError names the verb to begin with. ``figures``: files to write
+    of figures of the page, each by its name: ``intervals.png``, ``phases.pdf``, ``links.svg``."""
+    return write(gather(runs, costs, plan, named), out, figures)
 
 
 def gather(
@@ -80,9 +84,17 @@ def gather(
     )
 
 
-def write(contents: Contents, out: Path | str) -> Path:
-    """Write the page and return its path."""
-    return write_whole(Path(out), page(contents).encode())
+def write(contents: Contents, out: Path | str, figures: Sequence[Path | str] = ()) -> Path:
+    """Write the page, and figures of it, and return its path."""
+    sections = sections_of(contents)
+    drawn = {figure.name: figure for section in sections for figure in section.figures}
+    for path in figures:
+        if (name := Path(path).stem) not in drawn:
+            known = ", ".join(drawn) or "none"
+            raise ValueError(f"figure = {str(path)!r}: the page has no {name!r}; it has {known}")
+    for path in figures:
+        svg.write(path, drawn[Path(path).stem])
+    return write_whole(Path(out), page(contents, sections).encode())
 
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:

@@ -129,7 +129,7 @@ def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
         ("--window 8", "only causal attention has a window; set causal"),
         ("--segment-lengths 8 --dilation-rates 1 --zigzag", "is for contiguous shards"),
         ("--seq-len 64 --figure /dev/null/a.svg", "/dev/null/a.svg cannot be written"),
-        ("--seq-len 64 --figure a.png", "figure = 'a.png': is written as SVG"),
+        ("--seq-len 64 --figure a.gif", "figure = 'a.gif': let its name end in .svg, .png or .pdf"),
     ],
 )
 def test_bad_input_is_one_line_with_the_field(flags, says, capsys):

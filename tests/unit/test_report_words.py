@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import meshwise
+from meshwise import store
 from meshwise.pages import collectives, figures, html, svg, verdict
 from meshwise.pages.steps import result
 from meshwise.pages.verdict import Contents
@@ -77,7 +79,9 @@ def wrong(*runs) -> str:
 def test_a_busy_host_and_lowered_clocks_are_named():
     busy = known.PROVENANCE | {"host_load": 40.0, "host_cores": 64}
     text = wrong(ran(known.plan(), "chosen", 0.010, provenance=busy))
-    assert "The host was busy in chosen: 40 processes at work on 64 cores" in text
+    assert (
+        "The host was busy in 1 of 1 run: 40 processes at work on 64 cores before it began" in text
+    )
     info, (sample,) = ran(known.plan(), "hot", 0.010)
     hot = DeviceState(rank=0, throttle=("hardware thermal slowdown", "power cap"))
     slowed = msgspec.structs.replace(sample, after=(hot,))
@@ -253,3 +257,17 @@ def test_a_page_of_very_many_rows_shows_the_first_of_each_table_and_says_so():
     text = html.page(contents((run[0], tuple(samples))))
     most = re.findall(r"The first (\d+) of 3,000 rows; `meshwise show` prints a run.+?s all", text)
     assert most and max(map(int, most)) < text.count("<tr>") < 2100
+
+
+def test_figures_of_the_page_are_files_by_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store.write("plan.json", known.plan())
+    meshwise.report(figures=["phases.svg", "deep/links.png", "frontier.pdf"])
+    assert "<text" in Path("phases.svg").read_text()
+    assert Path("deep/links.png").read_bytes()[:4] == b"\x89PNG"
+    assert Path("frontier.pdf").read_bytes()[:4] == b"%PDF"
+    with pytest.raises(ValueError, match=r"'x.png': the page has no 'x'; it has phases, memory,"):
+        meshwise.report(figures=["links.svg", "x.png"])
+    assert not Path("links.svg").exists()
+    with pytest.raises(ValueError, match=r"let its name end in .svg, .png or .pdf"):
+        meshwise.report(figures=["links.gif"])
