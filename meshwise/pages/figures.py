@@ -117,7 +117,10 @@ def breakdown(plan: Plan | None, results: Sequence[StepResult]) -> svg.Figure | 
         "predicted, below it as measured" if any(n == "measured" for n, _ in bars) else "predicted"
     )
     note = "; a diamond marks what was measured" * bool(marks)
-    caption = f"A step's phases, {how}{note}. Exposed: communication that no work hides."
+    caption = (
+        f"A step's phases, {how}{note}. Predicted: the rank that ends last; measured: the mean of "
+        "ranks. Exposed: communication that no work hides."
+    )
     return _stacked(caption, bars, names, "time", marks)
 
 
