@@ -165,8 +165,7 @@ def report(
     out
         The file to write.
     figure
-        Write a figure of the page too, named by the file: intervals.png, phases.pdf, links.svg;
-        may be repeated. An unknown name lists all.
+        Write this figure of the page too, as phases.pdf; may be repeated. A wrong name lists all.
     scaling
         The folder of a scaling benchmark, `measure ring`'s --output_dir.
     output_dir
@@ -191,11 +190,10 @@ def report(
     from meshwise.pages import steps
     from meshwise.verbs.report import gather, write
 
-    contents = gather(runs, costs, plan, run)
-    path = write(contents, out, figure)
-    emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
+    path = str(write(contents := gather(runs, costs, plan, run), out, figure))
+    emit({"path": path, "results": contents.results}, steps.tables(contents.results), json)
     if not json:
-        say(str(path))
+        say(path)
     return DONE
 
 

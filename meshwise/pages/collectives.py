@@ -231,6 +231,13 @@ def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int,
     return rates
 
 
+def sends(samples: Iterable[Sample]) -> list[Series]:
+    """Return the messages between pairs."""
+    return series(
+        one for one in samples if isinstance(one.case.op, Collective) and one.case.op.kind == "send"
+    )
+
+
 def odd_pairs(found: Sequence[Series]) -> dict[tuple[int, ...], float]:
     """Return the pairs that are slower than the others of their size, and by which share."""
     times: dict[int, dict[tuple[int, ...], tuple[float, ...]]] = {}

@@ -246,7 +246,7 @@ def _clusters(contents: Contents) -> list[PageSection]:
     described, drawn = list[Table](), list[svg.Figure]()
     for cluster in contents.clusters[:4]:
         described += tables.cluster(cluster)
-        sent = collectives.series(
+        sent = collectives.sends(
             sample for info, of in contents.runs if info.cluster.name == cluster.name
             for sample in of
         )  # fmt: skip

@@ -13,7 +13,7 @@ from meshwise.pages.spread import readings
 from meshwise.pages.table import flops, grouped
 from meshwise.spec import DTYPE_BYTES, Cluster, Convolution, Gemm, Overlap, RunInfo, Sample
 from meshwise.spec.label import label, number_format, shape, variant
-from meshwise.units import format_bytes, format_count, format_seconds
+from meshwise.units import format_count, format_seconds
 
 Named = tuple[str, svg.Figure]
 
@@ -42,7 +42,6 @@ def figures(
         *_attention(done, exact),
         *_overlap(done),
         *_collectives(found, others, reference_name),
-        *_pairs(found),
     ]
 
 
@@ -147,13 +146,3 @@ def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
     if times_s:
         what = "FSDP units: time to gather and to reduce"
         yield "fsdp", charts.bars(what, times_s, format_seconds)
-
-
-def _pairs(found: Sequence[Series]) -> Iterable[Named]:
-    """Draw every pair's rate; darker is faster."""
-    for (mode, size_bytes), rates in collectives.pair_rates(found).items():
-        name = f"pairs-{format_bytes(size_bytes).replace(' ', '_')}-{mode.replace(', ', '-')}"
-        what = f"Sends of {format_bytes(size_bytes)}, {mode}"
-        caption = f"{what}: GB/s from the row's rank to the column's."
-        odd = collectives.odd_pairs(found)
-        yield name, charts.matrix(caption, rates, lambda rate: f"{rate / 1e9:.0f}", odd)

@@ -246,7 +246,7 @@ def _of_run(info: RunInfo, samples: Sequence[Sample]) -> Iterator[Concern]:
             if one.severity == "fault":
                 yield Concern(where, f"{one.where}: {one.what}, {one.evidence}.")
     else:
-        for pair, excess in collectives.odd_pairs(collectives.series(samples)).items():
+        for pair, excess in collectives.odd_pairs(collectives.sends(samples)).items():
             more = percent(excess, sign=True)
             yield Concern(where, f"Slow link from rank {pair[0]} to {pair[1]}: {more} time.")
     for doubt in (info.provenance.get("imported") or {}).get("warnings", ()):

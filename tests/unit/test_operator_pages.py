@@ -511,7 +511,6 @@ def test_every_operator_has_its_figures():
         "collectives-all_reduce-4_ranks-time", "collectives-all_reduce-4_ranks-busbw",
         "collectives-all_reduce-4_ranks-in_place-time",
         "collectives-all_reduce-4_ranks-in_place-busbw",
-        "pairs-64.0_MiB-warm",
     }  # fmt: skip
     for figure in drawn().values():
         ET.fromstring(figure.svg.replace("xlink:href", "href"))
