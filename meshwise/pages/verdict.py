@@ -1,8 +1,8 @@
 """Say in words what a report comes to: the cluster, the layout to run, how sure that is, problems.
 
 In: the contents of a page. Out: an answer to each of four questions, problems, facts. The chosen
-plan wins against a layout that ran if its steps are faster by ``stats.compare``, and loses if they
-are slower; all else is a tie.
+plan wins against a layout that ran if its launches are faster by ``stats.compare``, and loses if
+they are slower; else the two cannot be told apart.
 """
 
 import shlex
@@ -135,15 +135,15 @@ def _certainty(contents: Contents, ran: StepResult | None) -> Answer:
             f"It ran: {format_seconds(time.measured)} a step, {place} the interval told before, "
             f"{interval(time.low, time.high)} (error {percent(time.error, sign=True)})."
         )
-    won, tied, lost = _rivals(contents, ran)
+    won, level, lost = _rivals(contents, ran)
     if lost:
         tone, name = "bad", max(lost, key=lost.__getitem__)
         second = f"It LOST: {name} ran {percent(lost[name])} faster."
-    elif won or tied:
-        tone = "good" if won and time.within is not False else "unsure"
-        words = [f"won against {len(won)}"] * bool(won) + [f"tied with {len(tied)}"] * bool(tied)
-        rivals = len(won) + len(tied)
-        second = f"It {' and '.join(words)} of {rivals} other layout{'s' * (rivals > 1)} that ran."
+    elif won or level:
+        tone = "unsure" if level or time.within is False else "good"
+        words = [f"won against {len(won)}"] * bool(won)
+        words += [f"cannot be told apart from {len(level)} (more launches tell)"] * bool(level)
+        second = f"Of {len(won) + len(level) + 1} layouts that ran, it {' and '.join(words)}."
     else:
         second = "No rival ran; `meshwise run plan.json --rivals 2` runs some."
     again = told.step_time_s != time.predicted and time.predicted is not None
@@ -153,23 +153,22 @@ def _certainty(contents: Contents, ran: StepResult | None) -> Answer:
 
 
 def _rivals(contents: Contents, ran: StepResult) -> tuple[list[str], list[str], dict[str, float]]:
-    """Return the layouts that the chosen one beat, those it ties with, and by which share of its
-    time others were faster."""
+    """Return the layouts that the chosen one beat, those it cannot be told apart from, and by which
+    share of its time others were faster. Launches of a layout count together."""
     times = {info.run_id: step_times(samples) for info, samples in contents.runs}
-    ours = times.get(ran.run_id, ())
-    won, tied, lost = list[str](), list[str](), dict[str, float]()
-    for one in contents.results:
-        theirs, name = times.get(one.run_id, ()), one.plan.layout.name
-        if not (ours and theirs) or one.mode != "train" or one.plan.layout == ran.plan.layout:
-            continue
-        found = stats.compare(ours, theirs)
+    trained = [one for one in contents.results if one.mode == "train" and times.get(one.run_id)]
+    launches = grouped(trained, lambda one: one.plan.layout.name)
+    mine = [times[one.run_id] for one in launches.pop(ran.plan.layout.name, [])]
+    won, level, lost = list[str](), list[str](), dict[str, float]()
+    for name, theirs in launches.items() if mine else ():
+        found = stats.compare(mine, [times[one.run_id] for one in theirs])
         if found.verdict == "slower":
             won.append(name)
         elif found.verdict == "faster":
             lost[name] = 1 - found.ratio
         else:
-            tied.append(name)
-    return won, tied, lost
+            level.append(name)
+    return won, level, lost
 
 
 def step_times(samples: Sequence[Sample]) -> tuple[float, ...]:

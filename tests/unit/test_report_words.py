@@ -44,9 +44,9 @@ def sure(rival_s: float, chosen_s: float = 0.010) -> verdict.Answer:
 @pytest.mark.parametrize(
     ("rival_s", "words", "tone"),
     [
-        (0.012, "It won against 1 of 1 other layout that ran.", "good"),
-        (0.010, "It tied with 1 of 1 other layout that ran.", "unsure"),
-        (0.008, f"It LOST: {known.RIVAL.name} ran 20.0 % faster.", "bad"),
+        (0.020, "Of 2 layouts that ran, it won against 1.", "good"),
+        (0.012, "Of 2 layouts that ran, it cannot be told apart from 1 (more", "unsure"),
+        (0.005, f"It LOST: {known.RIVAL.name} ran 50.0 % faster.", "bad"),
     ],
 )
 def test_the_chosen_plan_wins_ties_or_loses(rival_s, words, tone):
