@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwise.bridges import layouts
 from meshwise.bridges.loader import holdings_of_loader
-from meshwise.bridges.weights import Saved, joined
+from meshwise.bridges.weights import joined
+from meshwise.reshard.holdings import HeldTensor
 from meshwise.spec import loader
 from tests.unit.test_hostile_files import BAD
 
@@ -77,10 +78,10 @@ class Alone:
 def refusal(server, layout, checkpoint=SHAPES) -> str:
     from meshwise.bridges.weights import _destination
 
-    tensors = {name: (shape, "bf16") for name, shape in checkpoint.items()}
+    tensors = {name: HeldTensor(shape, "bf16", ()) for name, shape in checkpoint.items()}
     read = layout and (lambda _, rank: layouts.loaded(layout, rank))
     with pytest.raises(ValueError) as error:
-        _destination(Alone(), server, read, Saved(tensors, [], {"num_hidden_layers": 2}))
+        _destination(Alone(), server, read, tensors, {"num_hidden_layers": 2})
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from meshwise.bridges.loader import holdings_of_loader
-from meshwise.bridges.weights import Saved, _check
+from meshwise.bridges.weights import _check
+from meshwise.reshard.holdings import HeldTensor
 
 
 class Served(nn.Module):
@@ -56,7 +57,7 @@ def test_a_loader_that_is_not_followed_is_refused_by_name(kind, device):
     checkpoint = {"one": ((4, 4), torch.float32)}
     with pytest.raises(ValueError) as error:
         found = holdings_of_loader(served, checkpoint)
-        saved = Saved({"one": ((4, 4), "fp32")}, [], {})
+        saved = {"one": HeldTensor((4, 4), "fp32", ())}
         _check(found, dict(served.named_parameters()), saved)
     text = str(error.value)
     assert said in text and ("weight" in text or "one" in text) and "\n" not in text
@@ -68,7 +69,7 @@ def test_a_quantised_server_is_refused_by_name():
     served.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
     served.weight_scale = nn.Parameter(torch.ones(1))
     checkpoint = {"one": ((4, 4), torch.bfloat16)}
-    saved = Saved({"one": ((4, 4), "bf16")}, [], {})
+    saved = {"one": HeldTensor((4, 4), "bf16", ())}
     found = holdings_of_loader(served, checkpoint)
     with pytest.raises(ValueError, match="one: bf16 in the trainer, fp8 in the server; quantised"):
         _check(found, dict(served.named_parameters()), saved)
