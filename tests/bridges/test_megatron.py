@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="make test-bridges installs Megatron
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import nn
@@ -47,10 +48,12 @@ def test_live_parameters_are_what_megatron_computes_with(names, trainers, worker
 
 @pytest.fixture(scope="module")
 def alone():
-    """A job of one rank, Megatron's way."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A job of one rank, Megatron's way. vLLM makes one of its own in tests behind these."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     megatron_model.placed()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def held(model: nn.Module, folder) -> dict[str, object]:
