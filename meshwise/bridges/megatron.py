@@ -56,7 +56,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_one(module: nn.Module) -> bool:
-    """Whether a module is Megatron-core's."""
+    """Return whether a module is Megatron-core's."""
     return type(unwrapped(module)).__module__.startswith("megatron.core.")
 
 

@@ -102,6 +102,8 @@ def refit(
         alone("--list", {name for one in (asked, train, infer, sizes) for name in one.said()})
         return _list(json)
     step_s = _step_s(step_time)
+    if typed.tp is not None and "tp" in infer.said():
+        raise ValueError(f"tp = {typed.tp}: inference's is given twice; leave one out")
     found = meshwise.refit(
         replace(
             asked,

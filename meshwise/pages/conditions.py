@@ -50,10 +50,8 @@ def _differs(name: str, settings: Sequence[dict[str, str]]) -> bool:
 
 
 def _machine(info: RunInfo) -> dict[str, str]:
-    cluster, known = (
-        info.cluster,
-        {"CPU": "cpu", "cores": "host_cores", "threads a rank": "threads_per_rank"},
-    )
+    known = {"CPU": "cpu", "cores": "host_cores", "threads a rank": "threads_per_rank"}
+    cluster = info.cluster
     found = {name: info.provenance.get(key) for name, key in known.items()}
     hosts = {"hosts": cluster.num_hosts, "devices a host": cluster.num_devices_per_host}
     return {name: str(value) for name, value in (found | hosts).items() if value is not None}

@@ -24,11 +24,7 @@ def of(model: AnyModel) -> list[Table]:
     ]
     named: dict[tuple[str, tuple[int, ...]], int] = {}
     for weight in found:
-        name = (
-            weight.name.replace(f"{weight.unit}.", "layers.*.")
-            if "." in weight.unit
-            else weight.name
-        )
+        name = weight.name.replace(f"{weight.unit}.", "layers.*.")
         named[name, weight.shape] = named.get((name, weight.shape), 0) + 1
     by_size = sorted(named.items(), key=lambda item: -item[1] * prod(item[0][1]))
     each = listed(

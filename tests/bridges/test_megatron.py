@@ -57,7 +57,7 @@ def alone():
 
 
 def held(model: nn.Module, folder) -> dict[str, object]:
-    """What a chunk holds, without what its buffers are called."""
+    """Return what a chunk holds, without the names of its buffers."""
     found = megatron.source([model], folder).held(0)
     return {
         name: of._replace(

@@ -155,7 +155,7 @@ class Page:
 
     @property
     def errors(self) -> list[str]:
-        """What the console has of errors and warnings."""
+        """Return the console's errors and warnings."""
         thrown = [str(of["exceptionDetails"]) for of in self._said("Runtime.exceptionThrown")]
         logged = [of["entry"] for of in self._said("Log.entryAdded")]
         told = [str(of) for of in self._said("Runtime.consoleAPICalled")]

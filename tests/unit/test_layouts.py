@@ -1,5 +1,5 @@
-"""What a loader does, in files: the same when read, refused by name when they are hostile, of
-another model or of another checkpoint. The loader is a stand-in of vLLM's kind."""
+"""Layouts of loaders in files: equal when read, refused by name if they are hostile, or of another
+model or checkpoint. The loader is a stand-in of vLLM's kind."""
 
 import json
 import os

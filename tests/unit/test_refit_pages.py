@@ -414,6 +414,7 @@ def test_stacks_name_the_orders_and_no_library_is_needed(tmp_path, capsys):
         ("--from hf:llama-3-8b --to vllm:llama-3-8b --model gpt-30m", "--from names the model"),
         ("--from hf:llama-3-8b --to vllm:llama-3-8b --layout fsdp", "'fsdp' must be one of tp, pp"),
         ("--from hf:llama-3-8b --to vllm:llama-3-8b --tp 0", "tp = 0: must be >= 1"),
+        ("--scenario tp2-tp1 --tp 2 --rl-inference-tensor-model-parallel-size 4", "is given twice"),
         ("--scenario tp2-tp1 --layout tp2 --tensor-model-parallel-size 4", "tp is given twice"),
     ],
 )  # fmt: skip

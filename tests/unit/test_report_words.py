@@ -1,4 +1,4 @@
-"""What the first screen of a report says, and what its sections say above their tables."""
+"""The words of a report: its first screen, and the warnings above its tables."""
 
 import re
 from pathlib import Path
@@ -170,7 +170,7 @@ def test_the_script_is_small():
 
 
 def titles(figure: svg.Figure) -> list[str]:
-    """What a figure says where the mouse is."""
+    """Return the texts that a figure shows under the mouse."""
     return re.findall(r"<title>([^<]+)</title>", figure.svg)
 
 
